@@ -1,0 +1,1 @@
+"""Fused ops, one a file. None is shipped yet."""

@@ -1,0 +1,26 @@
+"""A schedule language for PyTorch: write a model plainly, say apart from it how it is executed."""
+
+from slapo_py import primitives as primitives  # registers them; the only place that pulls them in
+from slapo_py.build import build
+from slapo_py.codec import per_rank
+from slapo_py.errors import ScheduleError
+from slapo_py.history import History, Step
+from slapo_py.primitive import Primitive
+from slapo_py.registry import list_primitives, register, unregister
+from slapo_py.schedule import Schedule, create_schedule
+from slapo_py.selection import Selection
+
+__all__ = [
+    "History",
+    "Primitive",
+    "Schedule",
+    "ScheduleError",
+    "Selection",
+    "Step",
+    "build",
+    "create_schedule",
+    "list_primitives",
+    "per_rank",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,92 @@
+"""Nothing is lost: a built module has the original's parameters and buffers, under their names, tied as they were."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from slapo_py.errors import BuildError
+
+
+def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = False) -> None:
+    """Compare a built module with the original.
+
+    Requires: each parameter and buffer of the original is in the built module under the same name, with the same
+    shape, dtype and `requires_grad`; no other one is; the names of one tensor in the original are the names of one
+    tensor in the built module, and the reverse; no storage is shared with the original (unless donated).
+    Raises: BuildError, naming what differs.
+    """
+    for kind in ("parameter", "buffer"):
+        old, new = _named(original, kind), _named(built, kind)
+        missing, extra = [name for name in old if name not in new], [name for name in new if name not in old]
+        if missing:
+            raise BuildError(f"build: the built module lost the original's {kind} {_list(missing)}. {_REMEDY}")
+        if extra:
+            raise BuildError(
+                f"build: the built module has a {kind} that the original has not: {_list(extra)}. {_REMEDY}"
+            )
+        for name, tensor in old.items():
+            was, now = _facts(tensor), _facts(new[name])
+            if was != now:
+                raise BuildError(f"build at {name!r}: this {kind} was {was} and is {now}. {_REMEDY}")
+        _check_ties(kind, old, new)
+    if not donated:
+        _check_apart(original, built)
+
+
+_REMEDY = "A step of the schedule has changed it: print(sch.history) shows the steps, sch.undo() takes back the last."
+
+
+def _named(module: nn.Module, kind: str) -> dict[str, torch.Tensor]:
+    if kind == "parameter":
+        return dict(module.named_parameters(remove_duplicate=False))
+    return dict(module.named_buffers(remove_duplicate=False))
+
+
+def _facts(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" + (
+        ", trainable" if tensor.requires_grad else ", frozen"
+    )
+
+
+def _check_ties(kind: str, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> None:
+    was, now = tie_groups(old), tie_groups(new)
+    for name in old:
+        if was[name] != now[name]:
+            raise BuildError(
+                f"build at {name!r}: the names of this {kind} were {_list(was[name])} and are {_list(now[name])}: "
+                f"a tie was lost or made. {_REMEDY}"
+            )
+
+
+def tie_groups(named: dict[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+    """name -> all names of the same tensor object."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        groups.setdefault(id(tensor), []).append(name)
+    return {name: tuple(groups[id(tensor)]) for name, tensor in named.items()}
+
+
+def _check_apart(original: nn.Module, built: nn.Module) -> None:
+    theirs = {pointer: name for name, pointer in _pointers(original)}
+    for name, pointer in _pointers(built):
+        if pointer in theirs:
+            raise BuildError(
+                f"build at {name!r}: its storage is still that of the original's {theirs[pointer]!r}, so training "
+                "would change the original. Write slapo.build(sch, donate=True) if that is wanted."
+            )
+
+
+def _pointers(module: nn.Module) -> Iterable[tuple[str, int]]:
+    for kind in ("parameter", "buffer"):
+        for name, tensor in _named(module, kind).items():
+            if tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__"):
+                pointer = tensor.untyped_storage().data_ptr()
+                if pointer:
+                    yield name, pointer
+
+
+def _list(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,30 @@
+"""Plots as PNG files. matplotlib is imported when a plot is drawn: slapo_py does not depend on it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def loss_curves(path: str | Path, runs: Mapping[str, Sequence[float]], title: str = "Training loss") -> Path:
+    """Draw each run's losses over its steps into `path`, and return the path.
+
+    Curves that coincide stay visible: each later run is drawn thinner, on top of the earlier ones.
+
+    Requires: matplotlib (``pip install "slapo-py[examples]"``), else ImportError.
+    """
+    # The object interface draws without pyplot, so no display is opened and no global state is touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for i, (name, losses) in enumerate(runs.items()):
+        width = 1.5 + 4.0 * (len(runs) - 1 - i)
+        axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=width, alpha=1.0 if i else 0.6)
+    axes.set(title=title, xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,103 @@
+"""All or nothing: what a step may change is noted before it runs and put back if it raises."""
+
+import random
+import sys
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_py.clone import ATOMIC
+
+_DICTS = (dict, OrderedDict, defaultdict)
+
+
+class Snapshot:
+    """The state of some modules: class, attributes, children, hooks, and the plain objects that hang on them.
+
+    Tensors are not copied: a step that wrote into a parameter would break the original as well. Their `requires_grad`
+    and `.grad` are noted.
+    """
+
+    def __init__(self, deep: Iterable[nn.Module], shallow: Iterable[nn.Module], *extra: Any) -> None:
+        """`deep`: modules that are noted with everything that hangs on them; `shallow`: with their own dicts only."""
+        self._classes: list[tuple[nn.Module, type]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[torch.Tensor, bool, torch.Tensor | None]] = []
+        seen: set[int] = set()
+        stack: list[Any] = list(extra)
+        for module in deep:
+            self._classes.append((module, type(module)))
+            stack.append(vars(module))
+        for module in shallow:
+            self._classes.append((module, type(module)))
+            self._note(vars(module), seen)
+            for held in vars(module).values():
+                if isinstance(held, _DICTS):
+                    self._note(held, seen)
+        while stack:
+            stack.extend(self._note(stack.pop(), seen))
+
+    def _note(self, value: Any, seen: set[int]) -> Iterable[Any]:
+        """Note one object; returns what to look at next."""
+        if isinstance(value, (*ATOMIC, nn.Module, types.MethodType)) or id(value) in seen:
+            return ()
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if value.is_leaf:
+                self._tensors.append((value, value.requires_grad, value.grad))
+            return ()
+        if type(value) in _DICTS:
+            self._contents.append((value, dict(value)))
+            return value.values()
+        if type(value) in (list, set):
+            self._contents.append((value, value.copy()))
+            return list(value)
+        if isinstance(value, tuple | frozenset):
+            return list(value)
+        attributes = getattr(value, "__dict__", None)
+        return (attributes,) if type(attributes) is dict else ()
+
+    def restore(self) -> None:
+        for module, cls in self._classes:
+            if type(module) is not cls:
+                module.__class__ = cls
+        for container, content in self._contents:
+            if not _same(container, content):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+        for tensor, requires_grad, grad in self._tensors:
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
+            if tensor.grad is not grad:
+                tensor.grad = grad
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Whatever the body draws (a new layer's weights), the next draw outside is what it would have been."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), torch.get_rng_state(), numpy.random.get_state() if numpy else None
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        if numpy:
+            numpy.random.set_state(states[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def _same(now: Any, before: Any) -> bool:
+    """Equal by identity and order of the parts: comparing values could run a user's `__eq__`."""
+    if len(now) != len(before):
+        return False
+    if isinstance(now, dict):
+        return all(a is b and now[a] is before[b] for a, b in zip(now, before))
+    return all(a is b for a, b in zip(now, before))

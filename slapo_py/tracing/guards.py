@@ -1,0 +1,156 @@
+"""Guards: what must hold for a call to be covered by a trace, as lines of python that the generated forward checks."""
+
+import importlib
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from slapo_py.tracing.align import same
+from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
+from slapo_py.tracing.watch import ABSENT, Reads
+
+
+class Guards:
+    """Boolean expressions over the arguments and `self`, in the order of checking; `env` holds what they name."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.env: dict[str, Any] = {}
+        self.modules: dict[str, str] = {}  # name of a scope -> the module whose globals it is
+
+    def add(self, line: str) -> None:
+        if line not in self.lines:
+            self.lines.append(line)
+
+    def name(self, value: Any) -> str:
+        """A name for an object that has no literal."""
+        for key, known in self.env.items():
+            if known is value:
+                return key
+        key = f"_c{len(self.env)}"
+        self.env[key] = value
+        return key
+
+    def equal(self, expr: str, value: Any) -> None:
+        """`expr` has this very value (type included, so that 1 is not True and not 1.0)."""
+        if value is None or isinstance(value, (bool, torch.dtype, torch.layout, torch.memory_format)):
+            self.add(f"{expr} is {value!r}")
+        elif type(value) is str:
+            self.add(f"{expr} == {value!r}")
+        elif isinstance(value, FUNCTIONS):
+            self.add(f"{expr} is {self.name(value)}")
+        elif isinstance(value, SIMPLE) or is_plain(value):
+            # the identity of the very object that was read is the quick road
+            known = self.name(value)
+            self.add(f"({expr} is {known} or _same({expr}, {known}))")
+        else:
+            self.add(f"{expr} is {self.name(value)}")
+
+    def argument(self, expr: str, value: Any, ranks: bool) -> None:
+        """An argument has the structure that it had."""
+        if isinstance(value, Tensor):
+            self.add(f"isinstance({expr}, Tensor)" + (f" and {expr}.ndim == {value.ndim}" if ranks else ""))
+        elif isinstance(value, (list, tuple)) and not is_plain(value):
+            self.add(f"type({expr}) is {self.name(type(value))} and len({expr}) == {len(value)}")
+            for index, item in enumerate(value):
+                self.argument(f"{expr}[{index}]", item, ranks)
+        elif isinstance(value, dict) and not is_plain(value):
+            self.add(f"type({expr}) is {self.name(type(value))} and list({expr}) == {list(value)!r}")
+            for key, item in value.items():
+                self.argument(f"{expr}[{key!r}]", item, ranks)
+        elif isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value):
+            self.equal(expr, value)
+        else:
+            self.add(f"type({expr}) is {self.name(type(value))}")
+
+    def attributes(self, module: nn.Module, reads: Reads) -> None:
+        """Every attribute and config entry that the forward has read is what it was."""
+        for (owner_expr, name), value in sorted(reads.items(), key=lambda item: item[0]):
+            if name == "training":
+                continue
+            owner = eval(owner_expr, {"self": module})
+            if isinstance(owner, nn.Module):
+                self._module_attribute(owner, owner_expr, name, value)
+            else:
+                self._object_attribute(owner, owner_expr, name, value)
+
+    def _module_attribute(self, owner: nn.Module, expr: str, name: str, value: Any) -> None:
+        if value is ABSENT:
+            self.add(f"(not hasattr({expr}, {name!r}) if _compiling() else {name!r} not in {expr}.__dict__)")
+        elif value is None and name not in owner.__dict__:  # a parameter or a child that is None
+            store = next((s for s in ("_parameters", "_buffers", "_modules") if name in getattr(owner, s)), None)
+            self.add(f"{expr}.{store}[{name!r}] is None" if store else f"{expr}.{name} is None")
+        else:
+            self.equal(f"{expr}.{name}", value)
+
+    def _object_attribute(self, owner: Any, expr: str, name: str, value: Any) -> None:
+        own = object.__getattribute__(owner, "__dict__")
+        if value is ABSENT:
+            self.add(f"not hasattr({expr}, {name!r})")
+        elif name in own:  # past the slow __getattribute__ of transformers' configs
+            self.equal(f"_read({expr}, {name!r})", value)
+        elif not isinstance(getattr(type(owner), name, None), property):  # a property's own reads are guarded already
+            self.equal(f"{expr}.{name}", value)
+
+    def described(self) -> list[str]:
+        """The lines as a person reads them: with the values in the place of their names."""
+        found = []
+        for line in self.merged():
+            line = re.sub(r"^\((.+) is (_c\d+) or _same\(\1, \2\)\)$", r"\1 == \2", line)
+            line = re.sub(r"(_m\d+)\['(\w+)'\]", lambda m: f"{self.modules[m[1]]}.{m[2]}", line)
+            line = re.sub(r"_read\((.+?), '(\w+)'\)", r"\1.\2", line)
+            line = re.sub(r"\._modules\['([A-Za-z_]\w*)'\]", r".\1", line)
+            line = re.sub(r"\._modules\['(\d+)'\]", r"[\1]", line)
+            found.append(re.sub(r"_c\d+", lambda name: _shown(self.env[name[0]]), line))
+        return found
+
+    def module_globals(self, found: dict[tuple[str, str], Any]) -> None:
+        """Plain globals of the forward's module are what they were; a tensor is the same object."""
+        for (module, name), value in sorted(found.items(), key=lambda item: item[0]):
+            scope = next((key for key, known in self.modules.items() if known == module), f"_m{len(self.modules)}")
+            self.modules[scope] = module
+            if isinstance(value, Tensor):
+                self.add(f"{scope}[{name!r}] is {self.name(value)}")
+            else:
+                self.equal(f"{scope}[{name!r}]", value)
+
+    def environment(self) -> dict[str, Any]:
+        """What the guards need besides the arguments."""
+        return {
+            **self.env,
+            **{scope: vars(importlib.import_module(module)) for scope, module in self.modules.items()},
+            "Tensor": Tensor,
+            "torch": torch,
+            "_same": same,
+            "_compiling": torch.compiler.is_compiling,
+            "_read": object.__getattribute__,
+        }
+
+    def merged(self) -> list[str]:
+        """The lines with several size checks of one tensor as one read of its shape."""
+        pattern = re.compile(r"(\S+)\.shape\[(\d+)\] == (\d+)$")
+        sizes: dict[str, list[tuple[str, str]]] = {}
+        lines: list[str] = []
+        for line in self.lines:
+            found = None if line.startswith("not ") else pattern.match(line)
+            if found is None:
+                lines.append(line)
+                continue
+            if found[1] not in sizes:
+                lines.append(found[1] + "\0")
+            sizes.setdefault(found[1], []).append((found[2], found[3]))
+        for index, line in enumerate(lines):
+            if line.endswith("\0"):
+                expr = line[:-1]
+                (first, n), *rest = sizes[expr]
+                more = "".join(f" and _s[{i}] == {m}" for i, m in rest)
+                lines[index] = f"(_s := {expr}.shape)[{first}] == {n}{more}"
+        return lines
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"the tensor {list(value.shape)} that it was"
+    return str(getattr(value, "__qualname__", None) or repr(value))

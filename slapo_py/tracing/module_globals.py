@@ -1,0 +1,51 @@
+"""Plain globals that a forward reads: a constant of a module may be changed after the trace was made."""
+
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from slapo_py.tracing.source import is_user_file
+from slapo_py.tracing.values import SIMPLE, Tensor, is_plain
+
+
+class GlobalReads:
+    """While it is entered, collects the functions of user code that run; `found` are the globals they name.
+
+    Functions and classes are left out: they are read in every line and hardly ever rebound.
+    """
+
+    def __init__(self, active: Callable[[], bool]) -> None:
+        self._active = active
+        self._ran: dict[CodeType, dict[str, Any]] = {}
+        self._before: Any = None
+
+    def __enter__(self) -> "GlobalReads":
+        self._before = sys.getprofile()
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(self._before)
+
+    def _see(self, frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code not in self._ran and self._active():
+            self._ran[frame.f_code] = frame.f_globals
+
+    def found(self) -> dict[tuple[str, str], Any]:
+        """{(module name, global name): value}."""
+        values: dict[tuple[str, str], Any] = {}
+        for code, scope in self._ran.items():
+            module = scope.get("__name__", "")
+            if not is_user_file(code.co_filename):
+                continue
+            if getattr(sys.modules.get(module), "__dict__", None) is not scope:
+                continue  # code of exec: its globals can't be found again
+            for name in code.co_names:
+                value = scope.get(name)
+                if name in scope and not name.startswith("__"):
+                    if isinstance(value, (*SIMPLE, Tensor)) or (
+                        isinstance(value, (list, tuple, dict, set)) and value and is_plain(value) and len(value) <= 16
+                    ):
+                        values[module, name] = value
+        return values

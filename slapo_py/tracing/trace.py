@@ -1,0 +1,248 @@
+"""A trace: the static graph of a module, the guards under which it holds, and the forward generated from both."""
+
+import functools
+import inspect
+import linecache
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.amp import autocast_mode
+
+from slapo_py.errors import GuardError
+from slapo_py.scheduled import Forward, Layer, bare, layer_of
+from slapo_py.tracing.guards import Guards
+from slapo_py.tracing.values import Tensor
+from slapo_py.tracing.watch import Reads
+
+_MISS = object()
+_MODE_SWITCHES = (torch._C._set_grad_enabled, autocast_mode._enter_autocast)
+
+
+class Trace(Layer):
+    """The graph and guards of one captured forward. One trace may serve many modules; it is never changed.
+
+    Attributes:
+        graph: the torch.fx graph; submodules are `call_module` nodes.
+        inputs: [(placeholder name, how the forward reaches the argument)].
+        reads: the attributes and config entries that the forward read, with their values.
+        checks: {node name: (condition, message)}: what is checked while the graph runs.
+        names: {local name: expression} evaluated before the graph runs (sizes that checks need).
+        notes: what a reader should know, e.g. that one mode runs the original.
+        inlined: paths, seen from the module, of the submodules that are part of the graph.
+        structural: whether every step on the graph is bit-exact, so that the original may stand in for it.
+    """
+
+    rank = 0
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        guards: Guards,
+        inputs: list[tuple[str, str]],
+        constants: dict[str, Tensor],
+        reads: Reads,
+        checks: dict[str, tuple[str, str]] | None = None,
+        names: dict[str, str] | None = None,
+        notes: list[str] | None = None,
+        structural: bool = True,
+        inlined: frozenset[str] = frozenset(),
+    ) -> None:
+        self.inlined = inlined
+        self.graph, self._guards, self.inputs, self.constants, self.reads = graph, guards, inputs, constants, reads
+        self.checks, self.names, self.notes, self.structural = checks or {}, names or {}, notes or [], structural
+        self._missed: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
+
+    # a trace is immutable: copies of a module share it
+    def __deepcopy__(self, memo: Any) -> "Trace":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_missed": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._missed = weakref.WeakKeyDictionary()
+
+    @property
+    def guards(self) -> list[str]:
+        """The conditions of a call that the trace covers, as python."""
+        return self._guards.described()
+
+    def describe(self) -> str:
+        calls = sum(node.op.startswith("call_") for node in self.graph.nodes)
+        return f"trace ({calls} calls, {len(self._guards.merged())} guards)"
+
+    def rewritten(self, graph: fx.Graph, structural: bool) -> "Trace":
+        """The same trace with another graph (whose inputs are the same)."""
+        return Trace(
+            graph, self._guards, self.inputs, self.constants, self.reads,
+            {name: check for name, check in self.checks.items() if any(n.name == name for n in graph.nodes)},
+            self.names, self.notes, self.structural and structural, self.inlined,
+        )  # fmt: skip
+
+    # ---- misses ----------------------------------------------------------------------------------------------------
+    def misses(self, module: nn.Module) -> int:
+        """How often a call of this module was not covered."""
+        return sum(self._missed.get(module, Counter()).values())
+
+    def missed_guards(self, module: nn.Module) -> Counter[str]:
+        """The guards that failed, each with how often it was the first to fail."""
+        return Counter(self._missed.get(module, Counter()))
+
+    def reset_misses(self) -> None:
+        self._missed.clear()
+
+    def why(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+        """The guards that this call fails."""
+        bound = inspect.signature(bare(module).forward).bind(module, *args, **kwargs)
+        bound.apply_defaults()
+        scope = {**self._guards.environment(), **bound.arguments, "self": module}
+        failed = []
+        for line, text in zip(self._guards.merged(), self._guards.described(), strict=True):
+            try:
+                holds = eval(line, scope)
+            except Exception:
+                holds = False
+            if not holds:
+                failed.append(text)
+        return failed
+
+    def _miss(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.compiler.is_compiling():
+            failed = self.why(module, args, kwargs)
+            self._missed.setdefault(module, Counter())[failed[0] if failed else "?"] += 1
+            if not self.structural:
+                raise GuardError(
+                    f"{type(module).__name__} was called in a way that its trace does not cover: "
+                    f"{'; '.join(failed)} does not hold, and a step on its graph is not bit-exact, so that the "
+                    "original can't stand in. Give create_schedule example_inputs of this kind and trace again"
+                )
+        return original(module, *args, **kwargs)
+
+    # ---- the generated forward -------------------------------------------------------------------------------------
+    def source(self, base: type[nn.Module]) -> tuple[str, dict[str, Any]]:
+        """The generated forward as text, and the names that it uses."""
+        header, defaults = _header(base.forward)
+        code = self.graph.python_code("self")
+        body = code.src[code.src.index("def forward(") :].split("\n", 1)[1].rstrip().split("\n")
+        body = [re.sub(r"self\.(_slapo_constant_\d+)", r"_constants['\1']", line) for line in body]
+        body = body[next((i for i, line in enumerate(body) if line.startswith("    ")), 0) :]
+        lines = [f"def {header}:"]
+        guards = self._guards.merged()
+        if guards:
+            lines += ["    try:", "        _covered = ("]
+            lines += [f"            {line}" + (" and" if i < len(guards) - 1 else "") for i, line in enumerate(guards)]
+            lines += ["        )", "    except (AttributeError, KeyError, IndexError, TypeError):"]
+            lines += ["        _covered = False", "    if not _covered:", "        return _MISS"]
+        lines += [f"    {name} = {expr}" for name, expr in self.names.items()]
+        lines += [f"    {name} = {expr}" for name, expr in self.inputs if name != expr]
+        for line in body:
+            name = re.match(r"    (\w+) = ", line)
+            if name is None or name[1] not in self.checks:
+                lines.append(line)
+                continue
+            condition, message = self.checks[name[1]]
+            lines += [_kept(line, name[1]), f"    if not ({condition}):", f"        _broken({message!r})"]
+        lines += _outer(any(node.target in _MODE_SWITCHES for node in self.graph.nodes))
+        environment = {**code.globals, **self._guards.environment(), "_constants": self.constants, **defaults}
+        return "\n".join(lines) + "\n", environment
+
+    def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
+        text, environment = self.source(base)
+        file = f"<trace of {base.__qualname__} {id(self):x}>"
+        environment.update(_MISS=_MISS, _missed=functools.partial(self._miss, forward), _broken=_broken, _modes=_Modes)
+        linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+        exec(compile(text, file, "exec"), environment)
+        return functools.wraps(base.forward)(environment["forward"])
+
+
+def trace_of(module: nn.Module) -> Trace | None:
+    """The trace of a module, if it has one."""
+    return layer_of(module, Trace)  # type: ignore[no-any-return]
+
+
+def _header(forward: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
+    """`_traced(self, x, *, flag=_default_flag, **kwargs)`, and the defaults by name."""
+    parts: list[str] = []
+    defaults: dict[str, Any] = {}
+    starred = False
+    parameters = list(inspect.signature(forward).parameters.values())
+    for index, parameter in enumerate(parameters):
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        starred |= parameter.kind is parameter.VAR_POSITIONAL
+        mark = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        mark = "*" if parameter.kind is parameter.VAR_POSITIONAL else mark
+        default = ""
+        if parameter.default is not parameter.empty:
+            default = f"=_default_{parameter.name}"
+            defaults[default[1:]] = parameter.default
+        parts.append(mark + ("self" if index == 0 else parameter.name) + default)
+        positional_only = parameter.kind is parameter.POSITIONAL_ONLY
+        last = index + 1 == len(parameters) or parameters[index + 1].kind is not parameter.POSITIONAL_ONLY
+        if positional_only and last:
+            parts.append("/")
+    return f"_traced({', '.join(parts)})", defaults
+
+
+def _kept(line: str, name: str) -> str:
+    """A generated line without the deletion of `name` at its end: a check after it still reads the value."""
+    head, mark, names = line.rpartition(";  ")
+    if not mark or not names.endswith(" = None"):
+        return line
+    left = [one for one in names.split(" = ") if one != name]
+    return head + (mark + " = ".join(left) if len(left) > 1 else "")
+
+
+def _outer(switches_modes: bool) -> list[str]:
+    """The forward itself. A graph that switches modes must not leave them switched when it raises."""
+    call = ["    out = _traced(self, *args, **kwargs)"]
+    if switches_modes:
+        call = [
+            "    modes = None if _compiling() else _modes()",
+            "    try:",
+            "        out = _traced(self, *args, **kwargs)",
+            "    except BaseException:",
+            "        if modes is not None:",
+            "            modes.put_back()",
+            "        raise",
+        ]
+    return [
+        "", "", "def forward(self, *args, **kwargs):", *call,
+        "    if out is _MISS:", "        return _missed(self, args, kwargs)", "    return out",
+    ]  # fmt: skip
+
+
+def _broken(message: str) -> None:
+    raise GuardError(message)
+
+
+class _Modes:
+    """Grad mode and autocast as they are now."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+        self.autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in self.devices]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.depth = self._depth()
+
+    @staticmethod
+    def _depth() -> int:
+        torch.autocast_increment_nesting()
+        return torch.autocast_decrement_nesting()
+
+    def put_back(self) -> None:
+        torch._C._set_grad_enabled(self.grad)
+        while self._depth() > self.depth:
+            torch.autocast_decrement_nesting()
+        for device, (enabled, dtype) in zip(self.devices, self.autocast, strict=True):
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self.cache)

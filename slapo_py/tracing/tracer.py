@@ -1,0 +1,174 @@
+"""The tracer of one schedule: records on demand, captures each kind of module once, and puts traces on modules."""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from slapo_py.errors import NoExampleInputs, TraceError
+from slapo_py.scheduled import bare, dress, undress
+from slapo_py.tracing.align import same
+from slapo_py.tracing.assemble import Assembly, SizeDependent
+from slapo_py.tracing.recorder import Call, Recording, normalize_inputs, record, vary
+from slapo_py.tracing.sandbox import Fakes
+from slapo_py.tracing.trace import Trace, trace_of
+from slapo_py.tracing.values import signature, structure
+from slapo_py.tracing.watch import ABSENT
+
+
+class Tracer:
+    """Traces modules of one model; modules that behave alike share one trace.
+
+    Args:
+        get_model: gives the scheduled copy's root.
+        example_inputs: what the model is called with: a mapping of keyword arguments, a tuple of positional ones or a
+            tensor, or a list of such at different sizes. With one size, a second one is derived from it.
+    """
+
+    def __init__(self, get_model: Callable[[], nn.Module], example_inputs: Any) -> None:
+        self._model = get_model
+        self._inputs = normalize_inputs(example_inputs)
+        self._first: Recording | None = None
+        self._others: list[Recording] | None = None
+        self._pool: dict[Any, list[Trace | TraceError]] = {}
+        self._options: dict[str, tuple[bool, tuple[str, ...]]] = {}
+        self.captures = 0
+        """How many traces were really made."""
+
+    # ---- what primitives call ---------------------------------------------------------------------------------------
+    def check(self, path: str, flatten: bool = False, leaves: Sequence[str] = ()) -> None:
+        """Raise what `trace` would raise; nothing changes (what is captured is kept for it)."""
+        self._find(path, flatten, tuple(leaves))
+
+    def trace(self, path: str, flatten: bool = False, leaves: Sequence[str] = ()) -> Trace:
+        """Give the module at `path` its static graph."""
+        trace = self._find(path, flatten, tuple(leaves))
+        dress(self._module(path), trace)
+        self._options[path] = (flatten, tuple(leaves))
+        return trace
+
+    def inlined(self, path: str, flatten: bool = False, leaves: Sequence[str] = ()) -> frozenset[str]:
+        """The submodules, seen from `path`, that a trace makes part of its graph."""
+        return self._find(path, flatten, tuple(leaves)).inlined
+
+    def refresh(self, path: str) -> None:
+        """Attributes at `path` have changed: trace anew every traced module that had read one of them."""
+        self._first = self._others = None
+        model = self._model()
+        for name, module in model.named_modules():
+            trace = trace_of(module)
+            if trace is not None and not _reads_hold(module, trace):
+                undress(module, Trace)
+                self.trace(name, *self._options.get(name, (False, ())))
+
+    # ---- recordings --------------------------------------------------------------------------------------------------
+    @property
+    def recording(self) -> Recording:
+        """What each module is called with."""
+        if self._first is None:
+            if not self._inputs:
+                raise NoExampleInputs(
+                    "trace needs to know what the model is called with; write "
+                    "create_schedule(model, example_inputs={...}) with a small batch of what you call the model with"
+                )
+            self._first = record(self._model(), self._inputs[0])
+        return self._first
+
+    def _second_recordings(self) -> list[Recording]:
+        """Recordings at other sizes, best first."""
+        if self._others is None:
+            self._others = []
+            given = self._inputs[1:]
+            for inputs in given or vary(self._inputs[0]):
+                try:
+                    self._others.append(record(self._model(), inputs))
+                except TraceError:
+                    if given:
+                        raise
+        return self._others
+
+    # ---- traces ------------------------------------------------------------------------------------------------------
+    def _module(self, path: str) -> nn.Module:
+        return self._model().get_submodule(path)
+
+    def _find(self, path: str, flatten: bool, leaves: tuple[str, ...]) -> Trace:
+        module = self._module(path)
+        call = self.recording.calls.get(path)
+        if call is None:
+            raise TraceError(
+                f"{path!r} ({bare(module).__name__}) was not called when the model ran on the example inputs; "
+                "trace a module around it, or give example inputs that reach it"
+            )
+        seconds = [(other.calls[path], other.fakes) for other in self._second_recordings() if path in other.calls]
+        seconds = [one for one in seconds if _comparable(call, one[0])]
+        key = self._key(path, module, [call, *(one for one, _ in seconds)], flatten, leaves)
+        for known in self._pool.get(key, ()):
+            if isinstance(known, TraceError):
+                raise type(known)(*known.args) from known.__cause__
+            if _reads_hold(module, known):
+                return known
+        try:
+            made: Trace | TraceError = self._make(module, (call, self.recording.fakes), seconds, flatten, leaves)
+        except TraceError as error:
+            made = type(error)(f"trace() at {path!r} ({bare(module).__name__}): {error}")
+            made.__cause__ = error
+        self._pool.setdefault(key, []).append(made)
+        if isinstance(made, TraceError):
+            raise made
+        return made
+
+    def _make(
+        self,
+        module: nn.Module,
+        first: tuple[Call, Fakes],
+        seconds: list[tuple[Call, Fakes]],
+        flatten: bool,
+        leaves: tuple[str, ...],
+    ) -> Trace:
+        def is_leaf(path: str, _: nn.Module) -> bool:
+            return not flatten or any(fnmatch.fnmatchcase(path, glob) for glob in leaves)
+
+        self.captures += 1
+        for index, second in enumerate(seconds):
+            try:
+                return Assembly(module, is_leaf, first, second).trace()
+            except SizeDependent:
+                if index + 1 == len(seconds):
+                    raise
+        return Assembly(module, is_leaf, first, None).trace()
+
+    def _key(self, path: str, module: nn.Module, calls: list[Call], flatten: bool, leaves: tuple[str, ...]) -> Any:
+        """All that a forward can see, attributes aside: code, arguments, what its children give back, tensors."""
+        prefix = f"{path}." if path else ""
+        recordings = [self.recording, *self._second_recordings()]
+        children = tuple(
+            (name, bare(child), tuple(getattr(r.calls.get(prefix + name), "out", None) for r in recordings))
+            for name, child in module.named_modules()
+            if name
+        )
+        own = tuple(
+            (name, tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        )
+        given = tuple(signature((call.args, call.kwargs)) for call in calls)
+        return (bare(module), given, children, own, flatten, leaves)
+
+
+def _comparable(a: Call, b: Call) -> bool:
+    return bool(structure((a.args, a.kwargs)) == structure((b.args, b.kwargs)))
+
+
+def _reads_hold(module: nn.Module, trace: Trace) -> bool:
+    """Whether every attribute that a trace relies on has the value that it had."""
+    scope = {"self": module}
+    for (owner, name), value in trace.reads.items():
+        if name == "training":
+            continue
+        try:
+            now = getattr(eval(owner, scope), name, ABSENT)
+        except (AttributeError, KeyError):
+            return False
+        if now is not value and not same(now, value):
+            return False
+    return True

@@ -1,0 +1,289 @@
+"""What python code does that torch's function mode doesn't show: attribute reads, calls of modules, autocast, caches.
+
+Everything patched here is patched for the time of one capture and put back after it.
+"""
+
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.amp import autocast_mode
+
+from slapo_py.errors import TraceError
+from slapo_py.scheduled import bare
+from slapo_py.tracing.function_call import FunctionCall
+from slapo_py.tracing.source import where
+from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
+
+if TYPE_CHECKING:
+    from slapo_py.tracing.capture import Capture
+
+ABSENT = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
+Reads = dict[tuple[str, str], Any]
+"""{(expression of the owner, attribute): the value read}; ABSENT where there was no such attribute."""
+
+_GLOBAL_QUERIES = {
+    "torch.is_grad_enabled": (torch, "is_grad_enabled"),
+    "torch.is_autocast_enabled": (torch, "is_autocast_enabled"),
+    "torch.get_default_dtype": (torch, "get_default_dtype"),
+    "torch.is_inference_mode_enabled": (torch, "is_inference_mode_enabled"),
+    "torch.get_autocast_dtype": (torch, "get_autocast_dtype"),
+    "torch.get_autocast_gpu_dtype": (torch, "get_autocast_gpu_dtype"),
+}
+_OWN_OF_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+_ABSENT_OWNER = object()
+
+
+def dotted(path: str) -> str:
+    """`a.0.b` -> `.a[0].b`-like access that reads past nn.Module.__getattr__ (which costs a microsecond a step)."""
+    return "".join(f"._modules[{atom!r}]" for atom in path.split(".")) if path else ""
+
+
+class Watch:
+    """Patches in place while a capture runs."""
+
+    def __init__(self, capture: "Capture") -> None:
+        self.capture = capture
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._objects: dict[int, tuple[Any, str]] = {}  # plain objects reached from attributes, and how
+
+    def _patch(self, owner: Any, name: str, new: Any) -> None:
+        self._saved.append((owner, name, owner.__dict__.get(name, _ABSENT_OWNER)))
+        setattr(owner, name, new)
+
+    def __enter__(self) -> "Watch":
+        try:
+            self._patch_modules()
+            self._patch_functions()
+            self._patch_modes()
+            self._patch_queries()
+            self._patch_caches()
+            for path, module in self.capture.root.named_modules():
+                config = module.__dict__.get("config")
+                if hasattr(config, "__dict__"):
+                    self._watch_object(config, f"self{dotted(path)}.config")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for owner, name, old in reversed(self._saved):
+            if old is _ABSENT_OWNER:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)
+        self._saved.clear()
+
+    # ---- modules ---------------------------------------------------------------------------------------------------
+    def _patch_modules(self) -> None:
+        capture, paths, note = self.capture, self.capture.paths, self._note
+        plain_read, slow_read, plain_write = object.__getattribute__, nn.Module.__getattr__, nn.Module.__setattr__
+
+        def read(module: nn.Module, name: str) -> Any:
+            value = plain_read(module, name)
+            if capture.active and id(module) in paths and not name.startswith("__"):
+                note("self" + dotted(paths[id(module)]), name, value)
+            return value
+
+        def read_stored(module: nn.Module, name: str) -> Any:
+            watched = capture.active and id(module) in paths and not name.startswith("__")
+            try:
+                value = slow_read(module, name)
+            except AttributeError:
+                if watched:
+                    note("self" + dotted(paths[id(module)]), name, ABSENT)
+                raise
+            if watched and value is None:
+                note("self" + dotted(paths[id(module)]), name, None)
+            return value
+
+        def write(module: nn.Module, name: str, value: Any) -> None:
+            if capture.active and id(module) in paths:
+                raise TraceError(
+                    f"the forward assigns self.{name} at {where()}; write in place (self.{name}.copy_(...)), "
+                    "or leave this module untraced"
+                )
+            plain_write(module, name, value)
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            plain: Any = bare(module).forward
+            forward = module.__dict__.get("forward") or plain.__get__(module)
+            if not capture.active or id(module) not in capture.leaves:
+                if capture.active and id(module) in paths:
+                    capture.inlined.add(paths[id(module)])
+                return forward(*args, **kwargs)  # hooks never run here
+            path = paths[id(module)]
+            return capture.call_opaque(lambda a, k: capture.graph.call_module(path, a, k), forward, args, kwargs)
+
+        self._patch(nn.Module, "__getattribute__", read)
+        self._patch(nn.Module, "__getattr__", read_stored)
+        self._patch(nn.Module, "__setattr__", write)
+        self._patch(nn.Module, "__call__", call)
+        for module in capture.root.modules():  # a class with its own __call__ (transformers' checkpointing layers)
+            for cls in bare(module).__mro__:
+                patched = any(owner is cls and name == "__call__" for owner, name, _ in self._saved)
+                if "__call__" in cls.__dict__ and issubclass(cls, nn.Module) and not patched:
+                    self._patch(cls, "__call__", call)
+
+    def _note(self, expr: str, name: str, value: Any) -> None:
+        """Remember that the forward has read `expr.name`."""
+        if name in _OWN_OF_MODULE or name.startswith("_slapo"):
+            return
+        if isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value) or value is ABSENT:
+            if isinstance(value, types.FunctionType) and name == "forward":
+                return
+            self.capture.reads.setdefault((expr, name), value.copy() if isinstance(value, (list, dict, set)) else value)
+        elif isinstance(value, (nn.Module, Tensor, types.MethodType, types.ModuleType, torch.Generator)):
+            return
+        elif isinstance(value, (list, tuple, dict, set, frozenset)):
+            self.capture.reads.setdefault((expr, name), value)  # holds other objects: its identity is what counts
+        elif hasattr(value, "__dict__") and not self.capture.is_bound(value):
+            self._watch_object(value, f"{expr}.{name}")
+
+    # ---- plain objects (configs) -----------------------------------------------------------------------------------
+    def _watch_object(self, value: Any, expr: str) -> None:
+        """Note the attributes read of an object that the module holds."""
+        if id(value) in self._objects:
+            return
+        self._objects[id(value)] = (value, expr)
+        cls = type(value)
+        if any(owner is cls and name == "__getattribute__" for owner, name, _ in self._saved):
+            return
+        plain_read: Any = cls.__getattribute__
+        capture, objects = self.capture, self._objects
+
+        def read(owner: Any, name: str) -> Any:
+            watched = capture.active and id(owner) in objects and not name.startswith("__")
+            try:
+                result = plain_read(owner, name)
+            except AttributeError:
+                if watched:
+                    self._note(objects[id(owner)][1], name, ABSENT)
+                raise
+            if watched:
+                capture.quiet(self._note, objects[id(owner)][1], name, result)
+            elif capture.inside and id(owner) in objects and isinstance(result, SIMPLE) and not name.startswith("__"):
+                capture.deep_reads.setdefault((objects[id(owner)][1], name), result)
+            return result
+
+        try:
+            self._patch(cls, "__getattribute__", read)
+        except TypeError:  # a class of the interpreter's: it can't be watched, so its identity is what counts
+            self._saved.pop()
+            head, _, name = expr.rpartition(".")
+            self.capture.reads.setdefault((head, name), value)
+
+    # ---- functions and modes ---------------------------------------------------------------------------------------
+    def _patch_functions(self) -> None:
+        capture, plain = self.capture, torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+            function = plain.__get__(None, cls)
+            if not capture.active:
+                return function(*args, **kwargs)
+            target = FunctionCall(cls)
+            return capture.call_opaque(lambda a, k: capture.graph.call_function(target, a, k), function, args, kwargs)
+
+        self._patch(torch.autograd.Function, "apply", classmethod(apply))
+
+        checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+
+        def refuse_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if capture.active:
+                raise TraceError(
+                    f"the forward calls torch.utils.checkpoint itself at {where()}; take that call out and write "
+                    "sch[...].checkpoint() instead, or leave this module untraced"
+                )
+            return checkpoint(*args, **kwargs)
+
+        self._patch(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", refuse_checkpoint)
+
+    def _patch_modes(self) -> None:
+        capture = self.capture
+        enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+        inference = torch.inference_mode.__enter__
+
+        def enter_autocast(context: Any) -> Any:
+            if capture.active:
+                state = (context.device, context.fast_dtype, context._enabled, context._cache_enabled)
+                capture.bind(context, capture.graph.call_function(autocast_mode._enter_autocast, state))
+            return enter(context)
+
+        def leave_autocast(context: Any, *error: Any) -> Any:
+            if capture.active:
+                capture.graph.call_function(autocast_mode._exit_autocast, (capture.node_of(context),))
+            return leave(context, *error)
+
+        def enter_inference(context: Any) -> Any:
+            if capture.active:
+                raise TraceError(f"the forward enters torch.inference_mode at {where()}; use torch.no_grad")
+            return inference(context)
+
+        self._patch(torch.autocast, "__enter__", enter_autocast)
+        self._patch(torch.autocast, "__exit__", leave_autocast)
+        self._patch(torch.inference_mode, "__enter__", enter_inference)
+
+    def _patch_queries(self) -> None:
+        capture = self.capture
+
+        def watched(key: str, plain: Any) -> Any:
+            def query(*args: Any, **kwargs: Any) -> Any:
+                result = plain(*args, **kwargs)
+                if capture.active:
+                    capture.globals.setdefault((key, (*args, *kwargs.values())), result)
+                return result
+
+            return query
+
+        for key, (owner, name) in _GLOBAL_QUERIES.items():
+            self._patch(owner, name, watched(key, getattr(owner, name)))
+        # under a capture every tensor has a torch function; the forward must take the road of a real run
+        has_function = torch.overrides.has_torch_function
+        self._patch(
+            torch.overrides,
+            "has_torch_function",
+            lambda relevant: False if capture.active else has_function(relevant),
+        )
+
+    def _patch_caches(self) -> None:
+        capture = self.capture
+        for cls, name in capture.opaque:
+            plain = getattr(cls, name)
+
+            def method(owner: Any, *args: Any, _plain: Any = plain, _name: str = name, **kwargs: Any) -> Any:
+                node = capture.node_of(owner) if capture.active else None
+                if node is None:
+                    return _plain(owner, *args, **kwargs)
+                return capture.call_opaque(
+                    lambda a, k: capture.graph.call_method(_name, (node, *a), k),
+                    lambda *a, **k: _plain(owner, *a, **k),
+                    args,
+                    kwargs,
+                )
+
+            self._patch(cls, name, method)
+        for given in capture.foreign.values():
+            self._refuse_reads(given, {name for cls, name in capture.opaque if isinstance(given, cls)})
+
+    def _refuse_reads(self, value: Any, allowed: set[str]) -> None:
+        """An argument that is an unknown object stays opaque: the forward may hand it on, but not look into it."""
+        cls, capture = type(value), self.capture
+        if any(owner is cls and name == "__getattribute__" for owner, name, _ in self._saved):
+            return
+        plain_read: Any = cls.__getattribute__
+
+        def read(owner: Any, name: str) -> Any:
+            if capture.active and id(owner) in capture.foreign and name not in allowed and not name.startswith("__"):
+                raise TraceError(
+                    f"the forward looks into an argument of type {cls.__name__} (.{name}) at {where()}: "
+                    "trace the modules inside it instead"
+                    + (", or call the model with use_cache=False" if cls.__name__.endswith("Cache") else "")
+                )
+            return plain_read(owner, name)
+
+        try:
+            self._patch(cls, "__getattribute__", read)
+        except TypeError:
+            self._saved.pop()

@@ -1,0 +1,199 @@
+"""What can't become a static graph is refused, with the user's file and line, and nothing is left changed."""
+
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import slapo_py as slapo
+from slapo_py.errors import NoExampleInputs, TraceError
+from tests.fingerprint import fingerprint, global_state
+from tests.tracing.modules import linear, module, traced
+
+X, Y = torch.randn(3, 8), torch.randn(5, 8)
+OUTSIDE = nn.Parameter(torch.ones(8))
+HERE = r"test_refusals\.py:\d+"
+
+
+def branch_on_data(self, x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def loop_over_size(self, x):
+    for i in range(x.shape[0]):
+        x = x + i
+    return x
+
+
+def assigns(self, x):
+    self.mean = x.mean()
+    return x
+
+
+def logs(self, x):
+    self.seen.append(x.shape[0])
+    return x
+
+
+def inference(self, x):
+    with torch.inference_mode():
+        x.mean()
+    return x
+
+
+def look_into(self, x, state):
+    return x * state.factor
+
+
+def seeds(self, x):
+    torch.manual_seed(0)
+    return F.dropout(x)
+
+
+def own_checkpoint(self, x):
+    return checkpoint(self.a, x, use_reentrant=False)
+
+
+def fails(self, x):
+    raise ValueError("planted")
+
+
+class State:
+    factor = 2.0
+
+
+# ruff: noqa: E501  a table
+REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "branch on data": (branch_on_data, {}, rf"reads the value of a tensor \(__bool__\) at .*{HERE}"),
+    "item": (lambda self, x: x * x.max().item(), {}, rf"reads the value of a tensor \(item\) at .*{HERE}"),
+    "boolean index": (lambda self, x: x[x > 0], {}, rf"needs the data of a tensor .*{HERE}"),
+    "nonzero": (lambda self, x: x.nonzero(), {}, rf"needs the data of a tensor .*{HERE}"),
+    "loop over a size": (loop_over_size, {}, rf"operations depend on the size of the input, first at .*{HERE}"),
+    "value from a size": (lambda self, x: x / x.shape[0] ** 0.5, {}, rf"the value 1\.73.* depends on the size .*{HERE}"),
+    "size that parts": (lambda self, x: x if x.shape[0] > 4 else x * 1, {}, r"operations depend on the size"),
+    "python random": (lambda self, x: x * random.random(), {}, r"draws from or sets python's `random`"),
+    "numpy random": (lambda self, x: x * np.random.rand(), {}, r"draws from or sets `numpy.random`"),
+    "seeding": (seeds, {}, r"draws from or sets torch's generator"),
+    "assignment": (assigns, {"mean": 0.0}, rf"assigns self\.mean at .*{HERE}; write in place \(self\.mean\.copy_"),
+    "container": (logs, {"seen": []}, r"changes the container self\.seen: a graph would not"),
+    "inference mode": (inference, {}, rf"enters torch\.inference_mode at .*{HERE}; use torch\.no_grad"),
+    "own checkpoint": (own_checkpoint, {"a": linear()}, rf"calls torch\.utils\.checkpoint itself at .*{HERE}; take that"),
+    "an object": (lambda self, x: torch.rand(8, generator=self.g), {"g": torch.Generator()}, r"an object of type Generator"),
+    "a parameter from outside": (lambda self, x: x * OUTSIDE, {}, r"from outside this module that requires a gradient"),
+    "strides in between": (lambda self, x: x * (x * 2).stride(0), {}, rf"reads \.stride of a tensor at .*{HERE}"),
+    "gradient": (lambda self, x: x if x.grad is None else -x, {}, rf"reads \.grad of a tensor at .*{HERE}"),
+    "an error": (fails, {}, r"the model does not run on the example inputs: ValueError: planted"),
+    "data set": (lambda self, x: setattr(x, "data", x * 2) or x, {}, rf"sets \.data of a tensor at .*{HERE}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    forward, attributes, message = REFUSED[case]
+    model = module(forward, **attributes)
+    sch = slapo.create_schedule(model, example_inputs=[(X,), (Y,)])
+    before = fingerprint(model), fingerprint(sch.module), global_state(), len(sch.history)
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(TraceError, match=message):
+            sch.trace()
+    assert (fingerprint(model), fingerprint(sch.module), global_state(), len(sch.history)) == before
+
+
+def test_an_unknown_object_among_the_arguments_is_handed_on_but_not_looked_into() -> None:
+    class Child(nn.Module):
+        def forward(self, x: Any, state: Any) -> Any:
+            return x * state.factor
+
+    model = module(lambda self, x, state: self.a(x, state) + 1, a=Child())
+    sch = traced(model, (X, State()), (Y, State()))
+    assert torch.equal(sch.module(X, State()), X * 2 + 1)
+    assert sch.misses == 0
+    with pytest.raises(TraceError, match=rf"looks into an argument of type State \(\.factor\) at .*{HERE}"):
+        sch["a"].trace()
+
+
+def test_no_example_inputs() -> None:
+    sch = slapo.create_schedule(linear())
+    with pytest.raises(NoExampleInputs, match=r"write create_schedule\(model, example_inputs=\{\.\.\.\}\)"):
+        sch.trace()
+    with pytest.raises(NoExampleInputs, match=r"example_inputs is a int; give a dict"):
+        slapo.create_schedule(linear(), example_inputs=3).trace()
+
+
+def test_example_inputs_that_do_not_fit() -> None:
+    sch = slapo.create_schedule(linear(), example_inputs=(torch.randn(2, 3),))
+    with pytest.raises(TraceError, match=r"the model does not run on the example inputs: RuntimeError"):
+        sch.trace()
+    second = slapo.create_schedule(linear(), example_inputs=[(X,), (torch.randn(2, 3),)])
+    with pytest.raises(TraceError, match=r"the model does not run on the example inputs: RuntimeError"):
+        second.trace()
+
+
+def test_a_module_that_is_never_called() -> None:
+    sch = slapo.create_schedule(module(lambda self, x: x, a=linear()), example_inputs=(X,))
+    with pytest.raises(TraceError, match=r"'a' \(Linear\) was not called when the model ran on the example inputs"):
+        sch["a"].trace()
+
+
+def test_a_forward_on_the_object() -> None:
+    model = linear()
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(slapo.errors.ScheduleError, match=r"forward"):
+        slapo.create_schedule(model, example_inputs=(X,)).trace()
+
+
+def test_a_train_and_eval_difference_without_reading_training() -> None:
+    class Switch(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return (x, x) if self.training else (x, None)
+
+    def forward(self, x):
+        out = self.a(x)
+        return x * 2 if out[1] is None else x * 3
+
+    model = module(forward, a=Switch())
+    sch = traced(model, (X,), (Y,))
+    for train in (True, False, True):
+        assert torch.equal(sch.module.train(train)(X), model.train(train)(X))
+
+
+def test_warnings_and_logs_of_a_forward_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self, x):
+        logging.getLogger("model").warning("said")
+        return x * 2
+
+    model = module(forward)
+    with caplog.at_level(logging.WARNING, "model"):
+        traced(model, (X,), (Y,))
+    assert "said" in caplog.text
+
+
+def test_steps_that_contradict() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    sch = slapo.create_schedule(model, example_inputs=(X,))
+    sch["0.0"].checkpoint()
+    with pytest.raises(slapo.errors.StepError, match=r"would bypass what was done at '0\.0'.*leaves=\['0\.0'\]"):
+        sch.trace(flatten=True)
+    sch.undo()
+    sch.trace(flatten=True)
+    with pytest.raises(slapo.errors.StepError, match=r"this module is traced already"):
+        sch.trace()
+    for step in ("trace", "checkpoint", "compile"):
+        with pytest.raises(slapo.errors.StepError, match=r'part of the flattened graph of "".*leaves=\["0\.0"\]'):
+            getattr(sch["0.0"], step)()
+    sch["0.0"].annotate("weight", "lr", 0.1)  # a step on a parameter
+    with pytest.raises(
+        slapo.errors.ArgumentError, match=r'leaves must be a list of paths, found .0.\. Write leaves=\["attn"\]'
+    ):
+        slapo.create_schedule(model, example_inputs=(X,)).trace(flatten=True, leaves="0")
+    with pytest.raises(slapo.errors.ArgumentError, match=r"add flatten=True"):
+        slapo.create_schedule(model, example_inputs=(X,)).trace(leaves=["0"])
