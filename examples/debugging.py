@@ -78,6 +78,4 @@ print(f"the first NaN in the original comes out of: {first_nan(sch.original, ids
 fixed = slapo.create_schedule(make_model(Attention), example_inputs=(ids,))
 sch.history.replay(fixed)  # the same schedule on the corrected model
 print(fixed.history)
-final = train(fixed, ids)
-print(f"loss with the mask corrected: {final:.3f}")
-assert final < 3.0
+print(f"loss with the mask corrected: {train(fixed, ids):.3f}")

@@ -30,3 +30,4 @@ def test_debugging(tmp_path: Path) -> None:
     assert "loss of the scheduled model: nan" in text
     assert "the first NaN in the original comes out of: 1.attention" in text
     assert 'sch["1"].trace()' in text
+    assert float(text.rsplit(":", 1)[1]) < 3.0

@@ -1,5 +1,6 @@
 """Comparing two captures of one forward: the same operations, or where they part."""
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -108,6 +109,8 @@ def same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, functools.partial):
+        return a.func is b.func and same(a.args, b.args) and same(a.keywords, b.keywords)
     return bool(a == b or (a != a and b != b))
 
 

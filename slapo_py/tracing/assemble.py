@@ -12,7 +12,7 @@ from torch import fx, nn
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
 from slapo_py.tracing.align import Difference, Parting, align, counterpart, same, substitute, substitute_node
-from slapo_py.tracing.capture import Capture, Fact, sweep
+from slapo_py.tracing.capture import Capture, Fact, Input, sweep
 from slapo_py.tracing.expressions import attribute_path, input_tensors, node_at, owned_floats, owned_tensors, place
 from slapo_py.tracing.guards import Guards
 from slapo_py.tracing.recorder import Call
@@ -53,7 +53,7 @@ class Assembly:
             self.guards.module_globals(capture.module_globals)
         self._rewrite()
         return Trace(
-            self.main.graph, self.guards, [(str(i.node.target), i.expr) for i in self.main.inputs],
+            self.main.graph, self.guards, [(str(i.node.target), i.expr) for i in self.main.inputs if i.node.users],
             self.main.constants, reads, self._checks(), self.sizes.locals, self.notes,
             inlined=frozenset(path for capture in self.used for path in capture.inlined if path),
         )  # fmt: skip
@@ -136,8 +136,10 @@ class Assembly:
 
     def _guard_sizes(self) -> None:
         if self.second is not None and self._any_fact("shape"):
+            idle = tuple(f"{one.expr}{mark}" for one in self.main.inputs if not self._used(one) for mark in (".", "["))
             for expr, size in self.sizes.fixed():
-                self.guards.add(f"{expr} == {size}")
+                if not expr.startswith(idle):
+                    self.guards.add(f"{expr} == {size}")
         for capture in self.used:
             for node, sign, other, result in capture.comparisons:
                 ours = self._ours(capture, node)
@@ -276,12 +278,17 @@ class Assembly:
                 for one in heads:
                     self.guards.add(f"{str(one.node.target)!r} in {parameter.name}")
         for one in self.main.inputs:
-            self.guards.argument(one.expr, one.value, ranks)
+            self.guards.argument(one.expr, one.value, ranks and self._used(one))
         found = input_tensors(self.main)
         for index, (expr, tensor) in enumerate(found):
             for other, rival in found[:index]:
                 if tensor.dtype is rival.dtype and tensor.ndim == rival.ndim:  # `query is key` may have been asked
                     self.guards.add(f"{expr} is {'' if tensor is rival else 'not '}{other}")
+
+    def _used(self, one: Input) -> bool:
+        """Whether anything is computed from an argument, its sizes included; if not, its sizes don't matter."""
+        position = self.main.inputs.index(one)
+        return any(capture.inputs[position].node.users for capture in self.used)
 
     def _reads(self) -> Reads:
         merged: Reads = {}

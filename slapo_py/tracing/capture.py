@@ -385,9 +385,9 @@ class Capture(TorchFunctionMode):
             if (base, None) not in self._size_nodes:
                 self._size_nodes[base, None] = self._bookkeeping(self.graph.call_function(getattr, (base, "shape")))
             shape = self._size_nodes[base, None]
-            self._size_nodes[base, index] = self._bookkeeping(
-                self.graph.call_function(operator.getitem, (shape, index))
-            )
+            node = self._bookkeeping(self.graph.call_function(operator.getitem, (shape, index)))
+            node.meta["where"] = where()
+            self._size_nodes[base, index] = node
         return self._size_nodes[base, index]
 
     def _size(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from slapo_py.tracing.align import same
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
-from slapo_py.tracing.watch import ABSENT, Reads
+from slapo_py.tracing.watch import ABSENT, Held, Reads
 
 
 class Guards:
@@ -39,6 +39,8 @@ class Guards:
             self.add(f"{expr} is {value!r}")
         elif type(value) is str:
             self.add(f"{expr} == {value!r}")
+        elif isinstance(value, Held):
+            self.add(f"{self.name(value)}.matches({expr})")
         elif isinstance(value, FUNCTIONS):
             self.add(f"{expr} is {self.name(value)}")
         elif isinstance(value, SIMPLE) or is_plain(value):
@@ -77,7 +79,9 @@ class Guards:
                 self._object_attribute(owner, owner_expr, name, value)
 
     def _module_attribute(self, owner: nn.Module, expr: str, name: str, value: Any) -> None:
-        if value is ABSENT:
+        if name == "_modules":
+            self.add(f"len({expr}._modules) == {value}")
+        elif value is ABSENT:
             self.add(f"(not hasattr({expr}, {name!r}) if _compiling() else {name!r} not in {expr}.__dict__)")
         elif value is None and name not in owner.__dict__:  # a parameter or a child that is None
             store = next((s for s in ("_parameters", "_buffers", "_modules") if name in getattr(owner, s)), None)
@@ -86,7 +90,7 @@ class Guards:
             self.equal(f"{expr}.{name}", value)
 
     def _object_attribute(self, owner: Any, expr: str, name: str, value: Any) -> None:
-        own = object.__getattribute__(owner, "__dict__")
+        own = getattr(owner, "__dict__", {})  # a class with slots has none
         if value is ABSENT:
             self.add(f"not hasattr({expr}, {name!r})")
         elif name in own:  # past the slow __getattribute__ of transformers' configs
@@ -129,28 +133,25 @@ class Guards:
         }
 
     def merged(self) -> list[str]:
-        """The lines with several size checks of one tensor as one read of its shape."""
-        pattern = re.compile(r"(\S+)\.shape\[(\d+)\] == (\d+)$")
-        sizes: dict[str, list[tuple[str, str]]] = {}
+        """The lines with all that is asked of one tensor's sizes as one read of its shape."""
         lines: list[str] = []
+        at: dict[str, int] = {}  # of a tensor: the line that reads its shape
         for line in self.lines:
-            found = None if line.startswith("not ") else pattern.match(line)
-            if found is None:
-                lines.append(line)
+            rank = re.fullmatch(r"isinstance\((\S+), Tensor\) and \1\.ndim == (\d+)", line)
+            size = re.fullmatch(r"(\S+)\.shape\[(\d+)\] (==|!=|<|<=|>|>=) (-?\d+)", line)
+            if size and size[1] in at:
+                lines[at[size[1]]] += f" and _s[{size[2]}] {size[3]} {size[4]}"
                 continue
-            if found[1] not in sizes:
-                lines.append(found[1] + "\0")
-            sizes.setdefault(found[1], []).append((found[2], found[3]))
-        for index, line in enumerate(lines):
-            if line.endswith("\0"):
-                expr = line[:-1]
-                (first, n), *rest = sizes[expr]
-                more = "".join(f" and _s[{i}] == {m}" for i, m in rest)
-                lines[index] = f"(_s := {expr}.shape)[{first}] == {n}{more}"
+            if rank:
+                at[rank[1]] = len(lines)
+                line = f"isinstance({rank[1]}, Tensor) and len(_s := {rank[1]}.shape) == {rank[2]}"
+            lines.append(line)
         return lines
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, Held):
+        return f"the {value.kind.__name__} of {len(value.items)} items that it was"
     if isinstance(value, Tensor):
         return f"the tensor {list(value.shape)} that it was"
     return str(getattr(value, "__qualname__", None) or repr(value))

@@ -14,7 +14,7 @@ from slapo_py.tracing.recorder import Call, Recording, normalize_inputs, record,
 from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.trace import Trace, trace_of
 from slapo_py.tracing.values import signature, structure
-from slapo_py.tracing.watch import ABSENT
+from slapo_py.tracing.watch import ABSENT, Held
 
 
 class Tracer:
@@ -167,6 +167,10 @@ def _reads_hold(module: nn.Module, trace: Trace) -> bool:
             continue
         try:
             now = getattr(eval(owner, scope), name, ABSENT)
+            if isinstance(value, Held):
+                now = value if value.matches(now) else now
+            elif name == "_modules":
+                now = len(now)
         except (AttributeError, KeyError):
             return False
         if now is not value and not same(now, value):

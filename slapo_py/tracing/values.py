@@ -2,6 +2,7 @@
 
 import copy
 import enum
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -28,6 +29,8 @@ def is_plain(value: Any) -> bool:
         return all(is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(is_plain(key) and is_plain(item) for key, item in value.items())
+    if isinstance(value, functools.partial):
+        return is_plain(value.func) and is_plain(value.args) and is_plain(value.keywords)
     return isinstance(value, (*SIMPLE, *FUNCTIONS))
 
 

@@ -12,6 +12,7 @@ from torch.amp import autocast_mode
 
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
+from slapo_py.tracing.align import same
 from slapo_py.tracing.function_call import FunctionCall
 from slapo_py.tracing.source import where
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
@@ -19,9 +20,43 @@ from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
 if TYPE_CHECKING:
     from slapo_py.tracing.capture import Capture
 
-ABSENT = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+    __reduce__ = __repr__  # type: ignore[assignment]  # pickled by its name: there is one such object
+
+
+ABSENT = _Absent()
 Reads = dict[tuple[str, str], Any]
 """{(expression of the owner, attribute): the value read}; ABSENT where there was no such attribute."""
+
+
+class Held:
+    """What a container of objects held when it was read."""
+
+    def __init__(self, container: Any) -> None:
+        self.kind = type(container)
+        self.items = list(container.items()) if isinstance(container, dict) else list(container)
+
+    def __eq__(self, other: object) -> bool:
+        same_kind = isinstance(other, Held) and other.kind is self.kind and len(other.items) == len(self.items)
+        return same_kind and all(map(_same_item, other.items, self.items))  # type: ignore[union-attr]
+
+    def matches(self, container: Any) -> bool:
+        """Whether a container holds the same objects (plain ones by value)."""
+        if type(container) is not self.kind:
+            return False
+        now = list(container.items()) if isinstance(container, dict) else list(container)
+        return len(now) == len(self.items) and all(map(_same_item, now, self.items))
+
+
+def _same_item(now: Any, then: Any) -> bool:
+    if isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
+        return all(map(_same_item, now, then))
+    return now is then or (is_plain(then) and same(now, then))
+
 
 _GLOBAL_QUERIES = {
     "torch.is_grad_enabled": (torch, "is_grad_enabled"),
@@ -129,6 +164,9 @@ class Watch:
 
     def _note(self, expr: str, name: str, value: Any) -> None:
         """Remember that the forward has read `expr.name`."""
+        if name == "_modules":  # how many children a container has; which ones, the graph asks for by name
+            self.capture.reads.setdefault((expr, name), len(value))
+            return
         if name in _OWN_OF_MODULE or name.startswith("_slapo"):
             return
         if isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value) or value is ABSENT:
@@ -138,8 +176,8 @@ class Watch:
         elif isinstance(value, (nn.Module, Tensor, types.MethodType, types.ModuleType, torch.Generator)):
             return
         elif isinstance(value, (list, tuple, dict, set, frozenset)):
-            self.capture.reads.setdefault((expr, name), value)  # holds other objects: its identity is what counts
-        elif hasattr(value, "__dict__") and not self.capture.is_bound(value):
+            self.capture.reads.setdefault((expr, name), Held(value))
+        elif not self.capture.is_bound(value):
             self._watch_object(value, f"{expr}.{name}")
 
     # ---- plain objects (configs) -----------------------------------------------------------------------------------
@@ -168,8 +206,16 @@ class Watch:
                 capture.deep_reads.setdefault((objects[id(owner)][1], name), result)
             return result
 
+        plain_write: Any = cls.__setattr__
+
+        def write(owner: Any, name: str, value: Any) -> None:
+            if capture.active and id(owner) in objects:
+                raise TraceError(f"the forward sets .{name} of {objects[id(owner)][1]} at {where()}: a graph would not")
+            plain_write(owner, name, value)
+
         try:
             self._patch(cls, "__getattribute__", read)
+            self._patch(cls, "__setattr__", write)
         except TypeError:  # a class of the interpreter's: it can't be watched, so its identity is what counts
             self._saved.pop()
             head, _, name = expr.rpartition(".")

@@ -1,6 +1,5 @@
 """The clone: new modules around the same tensors, and nothing of the original changed."""
 
-import copy
 import functools
 import threading
 import weakref
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import slapo_py as slapo
+from slapo_py import clone as structural
 from slapo_py.clone import clone, copy_structure
 from slapo_py.errors import CloneError
 from tests.fingerprint import changes, fingerprint, global_state
@@ -194,7 +194,7 @@ def test_a_failed_copy_leaves_nothing_half_copied() -> None:
             self.other = other
 
         def __deepcopy__(self, memo: Any) -> Any:
-            copy.deepcopy(self.other, memo)
+            memo[id(self.other)] = "half a copy"
             raise ValueError("no")
 
     model = nn.Linear(2, 2)
@@ -205,6 +205,21 @@ def test_a_failed_copy_leaves_nothing_half_copied() -> None:
     assert new.stubborn is model.stubborn
     assert new.config == {"a": [1]}
     assert new.config is not config
+
+
+def test_temporary_objects_of_a_copy_are_kept_alive_outside_of_the_memo() -> None:
+    """Freed, their ids would be given to other objects, which would then be taken for copied."""
+
+    class Config:
+        def __init__(self) -> None:
+            self.numbers = [1]
+
+    memo: dict[int, Any] = {}
+    config = Config()
+    structural._copied(config, memo)
+    (kept,) = memo[structural.KEPT_ALIVE]
+    assert any(one is config for one in kept)
+    assert not any(value is kept for value in memo.values())
 
 
 def test_a_graph_module_computes_the_same() -> None:

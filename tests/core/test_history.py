@@ -73,10 +73,11 @@ def test_it_is_a_value(sch: Schedule) -> None:
 
 
 def test_a_list_that_changes_later_does_not_change_the_history(sch: Schedule) -> None:
-    names = ["a"]
+    names = {"a": ["b"]}
     sch["norm"].annotate("weight", "names", names)
-    names.append("b")
-    assert str(sch.history[-1]) == 'sch["norm"].annotate("weight", "names", ["a"])'
+    names["a"].append("c")
+    names["d"] = []
+    assert str(sch.history[-1]) == 'sch["norm"].annotate("weight", "names", {"a": ["b"]})'
 
 
 # All values
@@ -85,7 +86,8 @@ VALUES = [
     None, True, 1, -3, 1.5, -0.0, float("nan"), float("inf"), float("-inf"), "", "é\u2028\"'\\", [], [1, [2.0]],
     (), (1,), (1, (2, [3])), {}, {"a": 1, 2: (3,)}, {(1, 2): None}, {"$": "object", "name": "os:system"}, torch.float32,
     torch.bfloat16, torch.device("cpu"), torch.device("cuda", 1), slapo.per_rank("tp"), policies.keep_matmuls,
-    policies.Holder, policies.Holder.nested, policies.Colors.RED, CheckpointPolicy.MUST_SAVE, len, int, math.sqrt, torch.nn.Linear,
+    policies.Holder, policies.Holder.nested, policies.Colors.RED, CheckpointPolicy.MUST_SAVE, len, int,
+    math.sqrt, torch.nn.Linear,
 ]  # fmt: skip
 ALLOW = ("tests.core.policies", "torch", "builtins", "math")
 

@@ -121,8 +121,9 @@ class Stateful(nn.Module):
         self.calls += 1
         self.seen.append(self.calls)
         self.last = self.lin(x)
+        factor = 1.0
         if not hasattr(self, "factor"):
-            self.factor = 2.0
+            self.factor = factor = 2.0
         with torch.no_grad():
             self.ema.mul_(0.9).add_(x.mean(0) * 0.1)
             self.replaced = self.replaced + 1
@@ -130,7 +131,7 @@ class Stateful(nn.Module):
             self.loose.mul_(1.5)
             self.late = x.detach().mean(0) if self.late is None else self.late + 1
         y = torch.sigmoid(self.norm(self.last) * self.ema + self.replaced * self.calls * self.loose + self.ints.sum())
-        return y * self.factor * len(self.seen) + self.late
+        return y * factor * len(self.seen) + self.late
 
 
 def test_state_is_changed_once() -> None:
@@ -298,6 +299,36 @@ def test_arguments_and_outputs_of_every_kind() -> None:
         found.append([out["y"].detach(), x.grad, a.grad, v.grad, one.lin.weight.grad.clone()])
         one.zero_grad()
     assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+class Registered:
+    """A cache that torch knows how to take apart, and that loses its count when it is."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors, self.count = tensors, len(tensors)
+
+
+torch.utils._pytree.register_pytree_node(
+    Registered, lambda one: (one.tensors, None), lambda tensors, context: Registered([])
+)
+
+
+def test_a_cache_that_is_registered_with_torch() -> None:
+    class Uses(nn.Module):
+        def forward(self, x: Tensor, cache: Registered) -> Tensor:
+            cache.count += 1
+            cache.tensors.append(x)
+            return torch.sin(torch.stack(cache.tensors).sum(0) * cache.count)
+
+    sch = slapo.create_schedule(nn.Sequential(Uses()))
+    sch["0"].checkpoint()
+    grads = []
+    for one in (sch.original, sch.module):
+        x, cache = torch.ones(3, requires_grad=True), Registered([torch.ones(3)])
+        one[0](x, cache).sum().backward()
+        assert (cache.count, len(cache.tensors)) == (2, 2)
+        grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 def test_no_gradient_no_checkpoint() -> None:

@@ -48,6 +48,14 @@ def test_identical_transformer_layers_compile_once() -> None:
     assert len(compiled) == 1
 
 
+def test_the_order_of_options_means_nothing() -> None:
+    sch = slapo.create_schedule(net())
+    sch["blocks.0"].compile(backend=counting, dynamic=False)
+    sch["blocks.1"].compile(dynamic=False, backend=counting)
+    assert type(sch["blocks.0"].module) is type(sch["blocks.1"].module)
+    assert sch.history[0].kwargs == sch.history[1].kwargs
+
+
 def test_other_layers_compile_on_their_own() -> None:
     sch = slapo.create_schedule(net())
     sch["blocks.0"].compile(backend=counting)

@@ -71,6 +71,11 @@ class State:
     factor = 2.0
 
 
+def writes_field(self, x):
+    self.state.factor = 3.0
+    return x
+
+
 # ruff: noqa: E501  a table
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "branch on data": (branch_on_data, {}, rf"reads the value of a tensor \(__bool__\) at .*{HERE}"),
@@ -84,6 +89,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "numpy random": (lambda self, x: x * np.random.rand(), {}, r"draws from or sets `numpy.random`"),
     "seeding": (seeds, {}, r"draws from or sets torch's generator"),
     "assignment": (assigns, {"mean": 0.0}, rf"assigns self\.mean at .*{HERE}; write in place \(self\.mean\.copy_"),
+    "a field of an object": (writes_field, {"state": State()}, rf"sets \.factor of self\.state at .*{HERE}"),
     "container": (logs, {"seen": []}, r"changes the container self\.seen: a graph would not"),
     "inference mode": (inference, {}, rf"enters torch\.inference_mode at .*{HERE}; use torch\.no_grad"),
     "own checkpoint": (own_checkpoint, {"a": linear()}, rf"calls torch\.utils\.checkpoint itself at .*{HERE}; take that"),
