@@ -26,6 +26,7 @@ from slapo_py.scheduled import Forward, bare
 
 Policy = Callable[..., Any]
 CONTAINERS = (tuple, list, dict)
+PLAIN = frozenset(ATOMIC)  # by exact type: a look-up instead of twenty isinstance checks
 
 PLACES: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """Where each checkpointed module was checkpointed, for messages. Not in the layer: equal layers share their class."""
@@ -187,32 +188,39 @@ def _set_random_state(source: Any, state: torch.Tensor) -> None:
 class _State:
     """What a forward may change besides its outputs, as it was on entry: to begin from there again.
 
-    Looked at are the module and all below it: plain attributes, buffers and other tensors without a gradient, random
-    generators, and the random states of Python and numpy.
+    Looked at are the module and all below it: plain attributes and their lists, dicts and sets, buffers and other
+    tensors without a gradient, random generators, and the random states of Python and numpy.
     """
 
     def __init__(self, module: nn.Module, generators: list[torch.Generator]) -> None:
         self.modules = list(module.modules())
-        self.plain = [{k: v for k, v in vars(one).items() if isinstance(v, ATOMIC)} for one in self.modules]
+        self.plain = [{k: v for k, v in vars(one).items() if type(v) in PLAIN} for one in self.modules]
         self.tensors: list[tuple[dict[str, Any], str, torch.Tensor, int | None, torch.Tensor]] = []
         self.names = [set(vars(one)) for one in self.modules]
         self.made: list[list[str]] = [[] for _ in self.modules]
+        self.contents = _contents(self.modules)
         generators = list(generators)
         for one in self.modules:
             for holder in (vars(one), one._buffers):
                 for name, held in holder.items():
+                    if type(held) in PLAIN:
+                        continue
                     if isinstance(held, torch.Tensor):
                         if not held.requires_grad:
                             self.tensors.append((holder, name, held, _version(held), held.clone()))
                     elif isinstance(held, torch.Generator):
                         generators.append(held)
         self.generators = [(one, one.get_state()) for one in generators]
-        self.random = random.getstate()
+        self.random: Any = random.getstate()
         self.numpy = _numpy_state()
 
     def leave(self) -> None:
         """After the first run: let go of what it did not change."""
         self.made = [[k for k in vars(one) if k not in before] for one, before in zip(self.modules, self.names)]
+        if random.getstate() == self.random:
+            self.random = None
+        if self.numpy is not None and _is_numpy_state(self.numpy):
+            self.numpy = None
         # A floating tensor is kept in any case: batch norm's running statistics change without a new version.
         self.tensors = [
             (holder, name, held, version, copied)
@@ -225,18 +233,19 @@ class _State:
         """Within: all as it was on entry of the first run. Afterwards: all as it was before."""
         attributes = [dict(vars(one)) for one in self.modules]
         buffers = [dict(one._buffers) for one in self.modules]
-        contents = [
-            (held, copy.copy(held))
-            for names in attributes
-            for name, held in names.items()
-            if not name.startswith("_") and type(held) in (list, dict, set)
-        ]
-        now = ([(one, one.get_state()) for one, _ in self.generators], random.getstate(), _numpy_state())
+        contents = _contents(self.modules)
+        now = (
+            [(one, one.get_state()) for one, _ in self.generators],
+            random.getstate() if self.random is not None else None,
+            _numpy_state() if self.numpy is not None else None,
+        )
         try:
             for one, plain, made in zip(self.modules, self.plain, self.made):
                 vars(one).update(plain)
                 for name in made:
                     vars(one).pop(name, None)
+            for container, content in self.contents:
+                _refill(container, content)
             for holder, name, _, _, copied in self.tensors:
                 holder[name] = copied.clone()
             self._set_random(self.generators, self.random, self.numpy)
@@ -247,20 +256,40 @@ class _State:
                 _put_back(vars(one), names)
                 _put_back(one._buffers, held)
             for container, content in contents:
-                if not _same(container, content):
-                    container.clear()
-                    container.extend(content) if isinstance(container, list) else container.update(content)
+                _refill(container, content)
 
     def _set_random(self, generators: Any, python: Any, numpy: Any) -> None:
         for one, state in generators:
             one.set_state(state)
-        random.setstate(python)
+        if python is not None:
+            random.setstate(python)
         if numpy is not None:
             sys.modules["numpy"].random.set_state(numpy)
 
 
 def _numpy_state() -> Any:
     return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _is_numpy_state(state: Any) -> bool:
+    now = _numpy_state()
+    return bool((now[1] == state[1]).all()) and now[0] == state[0] and now[2:] == state[2:]
+
+
+def _contents(modules: list[nn.Module]) -> list[tuple[Any, Any]]:
+    """The lists, dicts and sets among the attributes, and what is in them."""
+    return [
+        (held, copy.copy(held))
+        for one in modules
+        for name, held in vars(one).items()
+        if not name.startswith("_") and type(held) in (list, dict, set)
+    ]
+
+
+def _refill(container: Any, content: Any) -> None:
+    if not _same(container, content):
+        container.clear()
+        container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _same(now: Any, before: Any) -> bool:

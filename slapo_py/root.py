@@ -1,10 +1,13 @@
 """What all cursors of one schedule share: the original, the scheduled copy, the history."""
 
 import difflib
+import gc
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from slapo_py.clone import clone
@@ -108,7 +111,7 @@ class Root:
         """Steps within the body belong to a larger one: they are carried out, but not recorded on their own."""
         self._depth += 1
         try:
-            with random_states_kept(), self.transaction(path):
+            with random_states_kept(), _compiling_nothing(), _collecting_nothing(), self.transaction(path):
                 yield
         finally:
             self._depth -= 1
@@ -127,6 +130,7 @@ class Root:
             snapshot.restore()
             self.history = history
             self._names = None
+            self._forget()
             raise
 
     def record(self, step: Step, before: dict[str, int]) -> None:
@@ -156,13 +160,42 @@ class Root:
         training = {name: one.training for name, one in self.copy.named_modules(remove_duplicate=False)}
         self.copy, self.history = clone(self.original), History()
         self.annotations, self._removed, self._names = {}, {}, None
+        self._forget()
         try:
             yield
             for name, one in self.copy.named_modules(remove_duplicate=False):
                 one.training = training.get(name, one.training)
         except BaseException:
             self.copy, self.history, self.annotations, self._removed, self._names = held
+            self._forget()
             raise
+
+    def _forget(self) -> None:
+        if self._tracer is not None:
+            self._tracer.forget()
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """No garbage collection within a step: what its callbacks and finalizers do is no part of the model's forward."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _compiling_nothing() -> AbstractContextManager[Any]:
+    """A step may run the model, to record it: compiled modules run as plain ones then.
+
+    Compiling them for that would take seconds, and leaves marks on the parameters, which the original shares.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing can be compiled yet, and the import is slow
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def close_paths(path: str, every: list[str], n: int = 3) -> list[str]:

@@ -9,6 +9,7 @@ from slapo_py.errors import ArgumentError, PathError, TraceError
 from slapo_py.history import History, Step
 from slapo_py.root import Annotations, Root
 from slapo_py.selection import Selection, matching
+from slapo_py.snapshot import random_states_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -202,14 +203,16 @@ class Schedule:
     # Printing
 
     def __str__(self) -> str:
-        from slapo_py.report.tree import text
+        with random_states_kept():  # importing rich draws from Python's random state
+            from slapo_py.report.tree import text
 
-        return text(self)
+            return text(self)
 
     def __rich__(self) -> Any:
-        from slapo_py.report.tree import rich_view
+        with random_states_kept():
+            from slapo_py.report.tree import rich_view
 
-        return rich_view(self)
+            return rich_view(self)
 
     def __repr__(self) -> str:
         module = self._root.find(self._path)

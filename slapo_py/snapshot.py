@@ -27,6 +27,7 @@ class Snapshot:
         """`deep`: modules that are noted with everything that hangs on them; `shallow`: with their own dicts only."""
         self._classes: list[tuple[nn.Module, type]] = []
         self._contents: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, dict[str, Any]]] = []
         self._tensors: list[tuple[torch.Tensor, bool, torch.Tensor | None]] = []
         seen: set[int] = set()
         stack: list[Any] = list(extra)
@@ -60,7 +61,11 @@ class Snapshot:
         if isinstance(value, tuple | frozenset):
             return list(value)
         attributes = getattr(value, "__dict__", None)
-        return (attributes,) if type(attributes) is dict else ()
+        found = [attributes] if type(attributes) is dict else []
+        slots = {name: getattr(value, name, _EMPTY) for name in _slot_names(type(value))}
+        if slots:
+            self._slots.append((value, slots))
+        return [*found, *slots.values()]
 
     def restore(self) -> None:
         for module, cls in self._classes:
@@ -70,6 +75,10 @@ class Snapshot:
             if not _same(container, content):
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
+        for value, slots in self._slots:
+            for name, held in slots.items():
+                if getattr(value, name, _EMPTY) is not held:
+                    delattr(value, name) if held is _EMPTY else object.__setattr__(value, name, held)
         for tensor, requires_grad, grad in self._tensors:
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
@@ -92,6 +101,19 @@ def random_states_kept() -> Iterator[None]:
             numpy.random.set_state(states[2])
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
+
+
+_EMPTY = object()
+
+
+def _slot_names(cls: type) -> tuple[str, ...]:
+    """The attributes that instances keep in slots, not in `__dict__`."""
+    return tuple(
+        name
+        for base in cls.__mro__
+        for name, held in vars(base).items()
+        if isinstance(held, types.MemberDescriptorType) and "__slots__" in vars(base)
+    )
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -63,8 +63,13 @@ def _object(flat: Flat, at: str, value: Any, seen: dict[int, str]) -> None:
     elif isinstance(value, set | frozenset):
         flat[f"{at} items"] = tuple(sorted(map(repr, value)))
     else:
-        for key, held in getattr(value, "__dict__", {}).items():
+        for key, held in [*getattr(value, "__dict__", {}).items(), *_slots(value)]:
             _object(flat, f"{at}.{key}", held, seen)
+
+
+def _slots(value: Any) -> list[tuple[str, Any]]:
+    names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
 
 
 def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:

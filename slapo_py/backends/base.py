@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slapo_py.errors import BuildError
+from slapo_py.tracing import misses
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ class Engine(abc.ABC):
         self.scheduler = None
         self.grad_norm = None
         self.step_count = 0
+
+    @property
+    def misses(self) -> dict[str, int]:
+        """Calls that no trace covered, by the path of the traced module: they ran the original. Empty if none did."""
+        return misses(self.module)
 
     @abc.abstractmethod
     def train_step(self, batch: Any) -> torch.Tensor:

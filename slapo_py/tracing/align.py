@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -39,10 +40,11 @@ def is_bookkeeping(node: fx.Node) -> bool:
     return node.op == "get_attr" or "bookkeeping" in node.meta or "int" in node.meta
 
 
-def align(a: fx.Graph, b: fx.Graph) -> Alignment:
+def align(a: fx.Graph, b: fx.Graph, alike: Callable[[fx.Node, fx.Node], bool] | None = None) -> Alignment:
     """Match two graphs operation by operation; raises Parting where the operations differ.
 
-    Bookkeeping has no order of its own: it is compared where an operation uses it.
+    Bookkeeping has no order of its own: it is compared where an operation uses it. `alike` says which placeholders
+    stand for each other, where not just those at the same place do.
     """
     found: list[Difference] = []
     twins: dict[fx.Node, fx.Node] = {}
@@ -59,7 +61,8 @@ def align(a: fx.Graph, b: fx.Graph) -> Alignment:
             if isinstance(u, fx.Node) and isinstance(v, fx.Node):
                 if u not in twins and is_bookkeeping(u) and is_bookkeeping(v):
                     match(u, v, parting)
-                if not _agree(u, v, twins):
+                both_given = u.op == v.op == "placeholder" and alike is not None
+                if not (alike(u, v) if both_given and alike else _agree(u, v, twins)):
                     raise parting
             elif isinstance(u, fx.Node) or isinstance(v, fx.Node):
                 raise parting

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import fx, nn
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
 from slapo_py.tracing.align import Difference, Parting, align, counterpart, same, substitute, substitute_node
-from slapo_py.tracing.capture import Capture, Fact, Input, sweep
+from slapo_py.tracing.capture import Capture, Fact, Input, likeness, sweep
 from slapo_py.tracing.expressions import attribute_path, input_tensors, node_at, owned_floats, owned_tensors, place
 from slapo_py.tracing.guards import Guards
 from slapo_py.tracing.recorder import Call
@@ -41,6 +42,7 @@ class Assembly:
         self.notes: list[str] = []
 
     def trace(self) -> Trace:
+        self.identity = self._identity()
         self._capture_modes()
         self._second_size()
         self._guard_arguments()  # first: the lines after these may rely on a tensor being one
@@ -65,7 +67,27 @@ class Assembly:
         dtype: torch.dtype | None = None,
         flipped: frozenset[int] = frozenset(),
     ) -> Capture:
-        return Capture(self.module, self.is_leaf).run(*which, training, dtype, flipped)
+        return Capture(self.module, self.is_leaf).run(*which, training, dtype, flipped, self.identity)
+
+    def _identity(self) -> str:
+        """Whether it matters which arguments are the same tensor: captured apart and together, does anything change?"""
+        call = self.first[0]
+        given = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor)]
+        groups = Counter(map(likeness, given))
+        if len(groups) == len(given):
+            return "recorded"
+        for training in (True, False):
+            self.identity = "apart"
+            try:
+                apart = self._run(training, self.first)
+                self.identity = "together"
+                together = self._run(training, self.first)
+                found = align(apart.graph, together.graph, _alike(apart)).found
+            except (Parting, TraceError):
+                return "recorded"
+            if found:
+                return "recorded"
+        return "apart"
 
     # ---- train and eval --------------------------------------------------------------------------------------------
     def _capture_modes(self) -> None:
@@ -73,7 +95,9 @@ class Assembly:
         failures: dict[bool, TraceError] = {}
         for training in (True, False):
             try:
-                captures[training] = Capture(self.module, self.is_leaf, watch_globals=True).run(*self.first, training)
+                captures[training] = Capture(self.module, self.is_leaf, watch_globals=True).run(
+                    *self.first, training, identity=self.identity
+                )
             except TraceError as error:
                 failures[training] = error
         if not captures:
@@ -279,10 +303,12 @@ class Assembly:
                     self.guards.add(f"{str(one.node.target)!r} in {parameter.name}")
         for one in self.main.inputs:
             self.guards.argument(one.expr, one.value, ranks and self._used(one))
-        found = input_tensors(self.main)
+        if self.identity == "apart":
+            return
+        found = [(one.expr, one.value) for one in self.main.inputs if isinstance(one.value, Tensor)]
         for index, (expr, tensor) in enumerate(found):
             for other, rival in found[:index]:
-                if tensor.dtype is rival.dtype and tensor.ndim == rival.ndim:  # `query is key` may have been asked
+                if likeness(tensor) == likeness(rival):  # `query is key` is asked
                     self.guards.add(f"{expr} is {'' if tensor is rival else 'not '}{other}")
 
     def _used(self, one: Input) -> bool:
@@ -357,6 +383,12 @@ class Assembly:
                     "give create_schedule(example_inputs=[...]) two inputs whose sizes all differ",
                 )
         return checks
+
+
+def _alike(capture: Capture) -> Callable[[fx.Node, fx.Node], bool]:
+    """Whether two placeholders could be given one and the same tensor."""
+    kinds = {one.node.target: likeness(one.value) for one in capture.inputs if isinstance(one.value, Tensor)}
+    return lambda u, v: u.target == v.target or (u.target in kinds and kinds[u.target] == kinds.get(v.target))
 
 
 def _holds_plain(structure: Any) -> bool:

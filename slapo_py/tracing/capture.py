@@ -6,7 +6,6 @@ here: `Capture` also lists all that the run relied on, for the guards.
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import operator
@@ -20,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
+from slapo_py.tracing.bindings import Bindings, bookkeeping, containers
+from slapo_py.tracing.huggingface import without_checkpointing
 from slapo_py.tracing.module_globals import GlobalReads
 from slapo_py.tracing.recorder import Call
 from slapo_py.tracing.sandbox import Fakes, changed_container, random_state_kept, sandbox
@@ -69,19 +70,18 @@ class Fact(NamedTuple):
     where: str
 
 
-class Capture(TorchFunctionMode):
+class Capture(Bindings, TorchFunctionMode):
     """The graph of one run, and what the run relied on."""
 
     def __init__(self, root: nn.Module, is_leaf: Callable[[str, nn.Module], bool], watch_globals: bool = False) -> None:
-        super().__init__()
+        Bindings.__init__(self, root)
+        TorchFunctionMode.__init__(self)
         self.root, self.watch_globals = root, watch_globals
-        self.graph = fx.Graph()
         self.active = False
         self.inputs: list[Input] = []
         self.comparisons: list[Comparison] = []
         self.facts: list[Fact] = []
         self.globals: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        self.constants: dict[str, Tensor] = {}
         self.children: dict[fx.Node, Any] = {}
         """The structure that each call of a submodule gave back."""
         self.paths = {id(module): name for name, module in root.named_modules()}
@@ -93,12 +93,6 @@ class Capture(TorchFunctionMode):
         self.inlined: set[str] = set()
         self.module_globals: dict[tuple[str, str], Any] = {}
         self._size_nodes: dict[tuple[fx.Node, int | None], fx.Node] = {}
-        self._nodes: dict[int, Any] = {}  # id(value) -> node, or (node, key, how) still to be projected
-        self._keep: list[Any] = []  # the values, so that their ids stay unique
-        self._tensor_names: dict[int, str] = {}
-        self.foreign: dict[int, Any] = {}
-        """Arguments that are objects of an unknown kind: they are handed on, not looked into."""
-        self.graph._graph_namespace._used_names.add("self")  # a child may be called "self" (BertAttention)
 
     # ---- the run ---------------------------------------------------------------------------------------------------
     def run(
@@ -108,12 +102,15 @@ class Capture(TorchFunctionMode):
         training: bool,
         dtype: torch.dtype | None = None,
         flipped: frozenset[int] = frozenset(),
+        identity: str = "recorded",
     ) -> "Capture":
         """Run `root.forward` once as it was called in `call`.
 
         `dtype` casts floating tensors; `flipped` are ids of tensors of the call whose `requires_grad` is turned over.
+        `identity`: whether arguments that are the same tensor stay so ("recorded"), each argument is a tensor of its
+        own ("apart"), or all that could be the same tensor are ("together").
         """
-        forward = bare(self.root).forward
+        forward = without_checkpointing(bare(self.root).forward)
         if "forward" in vars(self.root):
             raise TraceError("an instance attribute `forward` hides the forward of its class; delete it first")
 
@@ -124,12 +121,9 @@ class Capture(TorchFunctionMode):
             return new.requires_grad_(tensor.requires_grad != (id(tensor) in flipped))
 
         with random_state_kept() as moved, sandbox(self.root, fakes, training, dtype) as before:
-            self._name_tensors()
+            self.name_tensors()
             with fakes.mode, torch.no_grad():
-                memo: dict[int, Tensor] = {}
-                args, kwargs = map_tensors(
-                    (call.args, call.kwargs), lambda t: memo[id(t)] if id(t) in memo else memo.setdefault(id(t), own(t))
-                )
+                args, kwargs = _own_arguments(call, own, identity)
                 self._placeholders(forward, args, kwargs)
             with fakes.mode, Watch(self), self, torch.enable_grad():
                 result = self._forward(forward, args, kwargs)
@@ -141,6 +135,7 @@ class Capture(TorchFunctionMode):
                 name = changed_container(module, before[id(module)])
                 if name and id(module) not in self.leaves:
                     raise TraceError(f"the forward changes the container self.{name}: a graph would not")
+            self._refuse_changed_arguments()
         if moved:
             raise TraceError(f"the forward draws from or sets {moved[0]}: the graph would hold one draw for ever")
         return self
@@ -164,14 +159,6 @@ class Capture(TorchFunctionMode):
             self.active = False
             self.module_globals = seen.found()
 
-    def _name_tensors(self) -> None:
-        root = self.root
-        for name, module in root.named_modules():
-            for store in (module._parameters, module._buffers, module.__dict__):
-                for key, value in store.items():
-                    if isinstance(value, Tensor):
-                        self._tensor_names.setdefault(id(value), f"{name}.{key}" if name else key)
-
     def _placeholders(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = inspect.signature(forward).parameters
         try:
@@ -191,6 +178,14 @@ class Capture(TorchFunctionMode):
             else:
                 self._given(name, name, bound.get(name, parameter.default))
 
+    def _refuse_changed_arguments(self) -> None:
+        for one in self.inputs:
+            for container in containers(one.value):
+                if not self.is_unchanged(container):
+                    raise TraceError(
+                        f"the forward changes the container that is given as {one.expr}: a graph would not"
+                    )
+
     def _given(self, expr: str, name: str, value: Any) -> None:
         node = self.graph.placeholder(name)
         self.inputs.append(Input(expr, value, node))
@@ -199,95 +194,8 @@ class Capture(TorchFunctionMode):
         elif not isinstance(value, (*SIMPLE, *FUNCTIONS, tuple, list, dict)):
             self.bind(value, node)
             self.foreign[id(value)] = value
-
-    # ---- values -> graph arguments ---------------------------------------------------------------------------------
-    def bind(self, value: Any, node: Any) -> Any:
-        self._nodes[id(value)] = node
-        self._keep.append(value)
-        return value
-
-    def node_of(self, value: Any) -> fx.Node | None:
-        """The node that computes this very object, if there is one."""
-        node = self._nodes.get(id(value))
-        if isinstance(node, tuple):
-            node = self._nodes[id(value)] = self._project(node)
-        return node
-
-    def _project(self, node: Any) -> fx.Node:
-        if not isinstance(node, tuple):
-            return node  # type: ignore[no-any-return]
-        parent, key, how = node
-        return self._bookkeeping(self.graph.call_function(how, (self._project(parent), key)))
-
-    @staticmethod
-    def _bookkeeping(node: fx.Node) -> fx.Node:
-        node.meta["bookkeeping"] = True
-        return node
-
-    def arg(self, value: Any) -> Any:
-        """What stands for a value in the arguments of a node."""
-        if isinstance(value, Size):
-            return value.node if value.capture is self else int.__int__(value)
-        rebuilt = dataclasses.is_dataclass(value) and not isinstance(value, type)  # may have been changed since
-        if not rebuilt and (not isinstance(value, SIMPLE) or isinstance(value, torch.device)):
-            node = self.node_of(value)
-            if node is not None:
-                return node
-        if isinstance(value, Tensor):
-            return self._get_attr(value)
-        if isinstance(value, torch.Size):
-            return tuple(map(self.arg, value))
-        if isinstance(value, (list, tuple)):
-            items = [self.arg(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if rebuilt and id(value) not in self.foreign:
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return self.graph.call_function(
-                type(value), (), {k: self.arg(v) for k, v in fields.items() if v is not None}
-            )
-        if isinstance(value, dict):
-            fields = {key: self.arg(item) for key, item in value.items()}
-            return fields if type(value) is dict else self.graph.call_function(type(value), (fields,))
-        if isinstance(value, slice):
-            return slice(self.arg(value.start), self.arg(value.stop), self.arg(value.step))
-        if isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value):
-            return value
-        name = type(value).__qualname__
-        raise TraceError(
-            f"an object of type {name} that the graph can't hold is used at {where()}"
-            + (": call the model with use_cache=False" if name.endswith("Cache") else "")
-        )
-
-    def _get_attr(self, tensor: Tensor) -> fx.Node:
-        name = self._tensor_names.get(id(tensor))
-        if name is None:
-            if isinstance(tensor, torch._subclasses.FakeTensor):
-                raise TraceError(f"a tensor used at {where()} comes from an operation that torch does not show")
-            if tensor.requires_grad:
-                raise TraceError(f"a tensor from outside this module that requires a gradient is used at {where()}")
-            name = f"_slapo_constant_{len(self.constants)}"
-            self.constants[name] = tensor
-        node = self.graph.create_node("get_attr", name)
-        self.bind(tensor, node)
-        return node
-
-    def bind_result(self, value: Any, node: Any, given: frozenset[int] = frozenset()) -> Any:
-        """Bind what a node gives. A tensor that was also given in (a no-op) gets a fresh alias: its uses stay apart."""
-        if isinstance(value, Tensor):
-            return self.bind(value.view_as(value) if id(value) in given else value, node)
-        if isinstance(value, SIMPLE):
-            return value
-        if dataclasses.is_dataclass(value):
-            for key, item in vars(value).items():
-                self.bind_result(item, (node, key, getattr))
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                self.bind_result(item, (node, key, operator.getitem))
-        elif isinstance(value, (tuple, list)):
-            items = [self.bind_result(item, (node, i, operator.getitem), given) for i, item in enumerate(value)]
-            if isinstance(value, tuple) and any(a is not b for a, b in zip(items, value, strict=True)):
-                value = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        return self.bind(value, node)
+        for container in containers(value):
+            self.hold(container)
 
     def quiet(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         was, self.active = self.active, False
@@ -365,14 +273,19 @@ class Capture(TorchFunctionMode):
     def _property(self, name: str, tensor: Tensor, out: Any) -> Any:
         if isinstance(out, torch.Size):
             return self._sizes(tensor, out)
-        if isinstance(out, torch.device):  # a fresh object at each read
-            self._fact("device", tensor, out.type)
-            return self.bind(out, self._bookkeeping(self.graph.call_function(getattr, (self.arg(tensor), "device"))))
+        if isinstance(out, torch.device):
+            return self.device_of(tensor, out)
         if isinstance(out, Tensor):
             node = self.graph.call_function(getattr, (self.arg(tensor), name))
             return self.quiet(self.bind_result, out, node, frozenset({id(tensor)}))
         self._fact(name, tensor, out)
         return out
+
+    def device_of(self, tensor: Tensor, device: torch.device) -> torch.device:
+        """The device of a tensor, as an object of its own that stands for that very read."""
+        self._fact("device", tensor, device)
+        own = torch.device(device.type, device.index) if device.index is not None else torch.device(device.type)
+        return self.quiet(self.bind, own, bookkeeping(self.graph.call_function(getattr, (self.arg(tensor), "device"))))  # type: ignore[no-any-return]
 
     def _sizes(self, tensor: Tensor, size: torch.Size) -> torch.Size:
         self._fact("shape", tensor, len(size))
@@ -383,9 +296,9 @@ class Capture(TorchFunctionMode):
         base = self.arg(tensor)
         if (base, index) not in self._size_nodes:
             if (base, None) not in self._size_nodes:
-                self._size_nodes[base, None] = self._bookkeeping(self.graph.call_function(getattr, (base, "shape")))
+                self._size_nodes[base, None] = bookkeeping(self.graph.call_function(getattr, (base, "shape")))
             shape = self._size_nodes[base, None]
-            node = self._bookkeeping(self.graph.call_function(operator.getitem, (shape, index)))
+            node = bookkeeping(self.graph.call_function(operator.getitem, (shape, index)))
             node.meta["where"] = where()
             self._size_nodes[base, index] = node
         return self._size_nodes[base, index]
@@ -412,23 +325,43 @@ class Capture(TorchFunctionMode):
         elif name in _READS_DTYPE or name == "dtype":
             what = "dtype"
         elif name in _PLAIN_PROPERTIES:
-            what, value = "device", subject.device.type
+            what, value = "device", self.quiet(getattr, subject, "device")
         elif name == "requires_grad":
             what = name
         elif name in ("shape", "device", "is_leaf", "grad", "grad_fn"):
             what = name
         else:
             return
+        if isinstance(value, torch.device):
+            value = value.type
         node = self.quiet(self.arg, subject) if isinstance(subject, Tensor) else None
         self.facts.append(Fact(what, node, value, where()))
 
     # ---- what Watch reports ----------------------------------------------------------------------------------------
-    def is_bound(self, value: Any) -> bool:
-        return id(value) in self._nodes
-
     @functools.cached_property
     def opaque(self) -> tuple[tuple[type, str], ...]:
         return opaque_methods()
+
+
+def _own_arguments(
+    call: Call, own: Callable[[Tensor], Tensor], identity: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with tensors of the capture's own; see `Capture.run` for `identity`."""
+    memo: dict[Any, Tensor] = {}
+
+    def one(value: Any, place: Any) -> Any:
+        if isinstance(value, Tensor) and identity != "recorded":
+            key = place if identity == "apart" else likeness(value)
+            return memo[key] if key in memo else memo.setdefault(key, own(value))
+        return map_tensors(value, lambda t: memo[id(t)] if id(t) in memo else memo.setdefault(id(t), own(t)))
+
+    args = tuple(one(value, ("argument", index)) for index, value in enumerate(call.args))
+    return args, {name: one(value, ("argument", name)) for name, value in call.kwargs.items()}
+
+
+def likeness(tensor: Tensor) -> Any:
+    """What two tensors share that could be one and the same object."""
+    return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _shape_of(out: Any) -> Any:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_py.errors import NoExampleInputs, TraceError
 from slapo_py.scheduled import bare
+from slapo_py.tracing.huggingface import collected, is_collecting_hook
 from slapo_py.tracing.sandbox import Fakes, random_state_kept, sandbox
 from slapo_py.tracing.values import SIMPLE, Tensor, map_tensors, signature
 
@@ -70,16 +71,19 @@ def vary(inputs: Inputs) -> list[Inputs]:
     token_like = [t for t in found if t.ndim == 2 and not t.is_floating_point() and t.shape[0] == batch]
     lengths = {t.shape[1] for t in token_like if t.shape[1] >= 4}
 
-    def resize(tensor: Tensor, shorten: bool) -> Tensor:
+    def resize(given: Tensor, shorten: bool, made: dict[int, Tensor]) -> Tensor:
+        if id(given) in made:  # the same tensor at two places stays one
+            return made[id(given)]
+        tensor = given
         if tensor.ndim and tensor.shape[0] == batch:
             tensor = torch.cat([tensor, tensor[:1]])
         for dim in range(1, tensor.ndim) if shorten else ():
             if tensor.shape[dim] in lengths:
                 tensor = tensor.narrow(dim, 0, tensor.shape[dim] - max(1, tensor.shape[dim] // 3))
-        return tensor.contiguous()
+        return made.setdefault(id(given), tensor.contiguous())
 
     choices = (True, False) if lengths else (False,)
-    return [map_tensors(inputs, functools.partial(resize, shorten=shorten)) for shorten in choices]
+    return [map_tensors(inputs, functools.partial(resize, shorten=shorten, made={})) for shorten in choices]
 
 
 def record(model: nn.Module, inputs: Inputs) -> Recording:
@@ -133,7 +137,7 @@ def _record_fake(model: nn.Module, inputs: Inputs) -> Recording:
         if path is None or path in calls:
             return forward(*args, **kwargs)
         key = (likeness.of(module), signature((args, kwargs)))
-        if key in seen and not _holds_objects((args, kwargs)):
+        if key in seen and not _holds_objects((args, kwargs)) and not collected():
             twin, out = seen[key]
             _copy_calls(calls, twin, path, (args, kwargs))
             return map_tensors(out, torch.empty_like)
@@ -222,14 +226,16 @@ def _calls_seen(around: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooks_muted(model: nn.Module) -> Iterator[None]:
-    """No hook that the user has put on a module runs."""
+    """No hook that the user has put on a module runs; those that the run itself puts on are taken off again."""
     saved = []
     for module in model.modules():
         for name in _HOOKS:
             hooks = module.__dict__.get(name)
-            if hooks:
+            if isinstance(hooks, dict):  # an empty one too: the run may put hooks on
                 saved.append((hooks, dict(hooks)))
+                kept = {key: hook for key, hook in hooks.items() if is_collecting_hook(hook)}
                 hooks.clear()
+                hooks.update(kept)
     try:
         yield
     finally:

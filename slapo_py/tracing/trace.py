@@ -137,7 +137,7 @@ class Trace(Layer):
         if guards:
             lines += ["    try:", "        _covered = ("]
             lines += [f"            {line}" + (" and" if i < len(guards) - 1 else "") for i, line in enumerate(guards)]
-            lines += ["        )", "    except (AttributeError, KeyError, IndexError, TypeError):"]
+            lines += ["        )", "    except Exception:"]
             lines += ["        _covered = False", "    if not _covered:", "        return _MISS"]
         lines += [f"    {name} = {expr}" for name, expr in self.names.items()]
         lines += [f"    {name} = {expr}" for name, expr in self.inputs if name != expr]
@@ -164,6 +164,12 @@ class Trace(Layer):
 def trace_of(module: nn.Module) -> Trace | None:
     """The trace of a module, if it has one."""
     return layer_of(module, Trace)  # type: ignore[no-any-return]
+
+
+def misses(model: nn.Module) -> dict[str, int]:
+    """Calls that no trace covered, by the path of the traced module; empty if none missed."""
+    found = {path: trace.misses(module) for path, module in model.named_modules() if (trace := trace_of(module))}
+    return {path: count for path, count in found.items() if count}
 
 
 def _header(forward: Callable[..., Any]) -> tuple[str, dict[str, Any]]:

@@ -10,11 +10,12 @@ from slapo_py.errors import NoExampleInputs, TraceError
 from slapo_py.scheduled import bare, dress, undress
 from slapo_py.tracing.align import same
 from slapo_py.tracing.assemble import Assembly, SizeDependent
+from slapo_py.tracing.held import Held
 from slapo_py.tracing.recorder import Call, Recording, normalize_inputs, record, vary
 from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.trace import Trace, trace_of
 from slapo_py.tracing.values import signature, structure
-from slapo_py.tracing.watch import ABSENT, Held
+from slapo_py.tracing.watch import ABSENT
 
 
 class Tracer:
@@ -31,7 +32,7 @@ class Tracer:
         self._inputs = normalize_inputs(example_inputs)
         self._first: Recording | None = None
         self._others: list[Recording] | None = None
-        self._pool: dict[Any, list[Trace | TraceError]] = {}
+        self._pool: dict[Any, list[Trace]] = {}
         self._options: dict[str, tuple[bool, tuple[str, ...]]] = {}
         self.captures = 0
         """How many traces were really made."""
@@ -61,6 +62,10 @@ class Tracer:
             if trace is not None and not _reads_hold(module, trace):
                 undress(module, Trace)
                 self.trace(name, *self._options.get(name, (False, ())))
+
+    def forget(self) -> None:
+        """The copy is another one, or as it was before a step: what was recorded since then may not hold any more."""
+        self._first = self._others = None
 
     # ---- recordings --------------------------------------------------------------------------------------------------
     @property
@@ -104,18 +109,13 @@ class Tracer:
         seconds = [one for one in seconds if _comparable(call, one[0])]
         key = self._key(path, module, [call, *(one for one, _ in seconds)], flatten, leaves)
         for known in self._pool.get(key, ()):
-            if isinstance(known, TraceError):
-                raise type(known)(*known.args) from known.__cause__
             if _reads_hold(module, known):
                 return known
         try:
-            made: Trace | TraceError = self._make(module, (call, self.recording.fakes), seconds, flatten, leaves)
-        except TraceError as error:
-            made = type(error)(f"trace() at {path!r} ({bare(module).__name__}): {error}")
-            made.__cause__ = error
+            made = self._make(module, (call, self.recording.fakes), seconds, flatten, leaves)
+        except TraceError as error:  # not kept: it may be due to an attribute that another such module has not
+            raise type(error)(f"trace() at {path!r} ({bare(module).__name__}): {error}") from error
         self._pool.setdefault(key, []).append(made)
-        if isinstance(made, TraceError):
-            raise made
         return made
 
     def _make(
@@ -166,7 +166,7 @@ def _reads_hold(module: nn.Module, trace: Trace) -> bool:
         if name == "training":
             continue
         try:
-            now = getattr(eval(owner, scope), name, ABSENT)
+            now: Any = getattr(eval(owner, scope), name, ABSENT)
             if isinstance(value, Held):
                 now = value if value.matches(now) else now
             elif name == "_modules":

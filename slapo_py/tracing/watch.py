@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
-from slapo_py.tracing.align import same
 from slapo_py.tracing.function_call import FunctionCall
+from slapo_py.tracing.held import Held
+from slapo_py.tracing.huggingface import COLLECTING_FLAG, collect, collected
 from slapo_py.tracing.source import where
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
 
@@ -33,31 +35,6 @@ Reads = dict[tuple[str, str], Any]
 """{(expression of the owner, attribute): the value read}; ABSENT where there was no such attribute."""
 
 
-class Held:
-    """What a container of objects held when it was read."""
-
-    def __init__(self, container: Any) -> None:
-        self.kind = type(container)
-        self.items = list(container.items()) if isinstance(container, dict) else list(container)
-
-    def __eq__(self, other: object) -> bool:
-        same_kind = isinstance(other, Held) and other.kind is self.kind and len(other.items) == len(self.items)
-        return same_kind and all(map(_same_item, other.items, self.items))  # type: ignore[union-attr]
-
-    def matches(self, container: Any) -> bool:
-        """Whether a container holds the same objects (plain ones by value)."""
-        if type(container) is not self.kind:
-            return False
-        now = list(container.items()) if isinstance(container, dict) else list(container)
-        return len(now) == len(self.items) and all(map(_same_item, now, self.items))
-
-
-def _same_item(now: Any, then: Any) -> bool:
-    if isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
-        return all(map(_same_item, now, then))
-    return now is then or (is_plain(then) and same(now, then))
-
-
 _GLOBAL_QUERIES = {
     "torch.is_grad_enabled": (torch, "is_grad_enabled"),
     "torch.is_autocast_enabled": (torch, "is_autocast_enabled"),
@@ -73,6 +50,17 @@ _ABSENT_OWNER = object()
 def dotted(path: str) -> str:
     """`a.0.b` -> `.a[0].b`-like access that reads past nn.Module.__getattr__ (which costs a microsecond a step)."""
     return "".join(f"._modules[{atom!r}]" for atom in path.split(".")) if path else ""
+
+
+def _refuse_collected_below(path: str, before: dict[str, int]) -> None:
+    now = collected()
+    kinds = [name for name in now if now[name] != before.get(name)]
+    if kinds:
+        raise TraceError(
+            f"the forward collects {' and '.join(kinds)} from modules inside {path!r}, where this module's graph does "
+            "not reach: trace the modules below it instead, or call the model without "
+            f"{' and '.join(f'output_{kind}' for kind in kinds)}"
+        )
 
 
 class Watch:
@@ -135,7 +123,7 @@ class Watch:
             return value
 
         def write(module: nn.Module, name: str, value: Any) -> None:
-            if capture.active and id(module) in paths:
+            if capture.active and id(module) in paths and name != COLLECTING_FLAG:
                 raise TraceError(
                     f"the forward assigns self.{name} at {where()}; write in place (self.{name}.copy_(...)), "
                     "or leave this module untraced"
@@ -148,9 +136,13 @@ class Watch:
             if not capture.active or id(module) not in capture.leaves:
                 if capture.active and id(module) in paths:
                     capture.inlined.add(paths[id(module)])
-                return forward(*args, **kwargs)  # hooks never run here
-            path = paths[id(module)]
-            return capture.call_opaque(lambda a, k: capture.graph.call_module(path, a, k), forward, args, kwargs)
+                out = forward(*args, **kwargs)
+            else:
+                path, before = paths[id(module)], collected()
+                out = capture.call_opaque(lambda a, k: capture.graph.call_module(path, a, k), forward, args, kwargs)
+                _refuse_collected_below(path, before)
+            collect(module, args, out)  # hooks of the user never run here
+            return out
 
         self._patch(nn.Module, "__getattribute__", read)
         self._patch(nn.Module, "__getattr__", read_stored)
@@ -167,7 +159,7 @@ class Watch:
         if name == "_modules":  # how many children a container has; which ones, the graph asks for by name
             self.capture.reads.setdefault((expr, name), len(value))
             return
-        if name in _OWN_OF_MODULE or name.startswith("_slapo"):
+        if name in _OWN_OF_MODULE or name == COLLECTING_FLAG or name.startswith("_slapo"):
             return
         if isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value) or value is ABSENT:
             if isinstance(value, types.FunctionType) and name == "forward":
@@ -233,6 +225,14 @@ class Watch:
             return capture.call_opaque(lambda a, k: capture.graph.call_function(target, a, k), function, args, kwargs)
 
         self._patch(torch.autograd.Function, "apply", classmethod(apply))
+
+        device = FakeTensor.device.fget  # type: ignore[attr-defined]
+
+        def read_device(tensor: Any) -> torch.device:
+            found: torch.device = capture.quiet(device, tensor)
+            return capture.device_of(tensor, found) if capture.active else found
+
+        self._patch(FakeTensor, "device", property(read_device))  # python's own property: no function mode sees it
 
         checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 

@@ -1,6 +1,9 @@
 """What print(sch) shows."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +55,19 @@ def test_it_is_plain_text_of_one_width_without_a_terminal(monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
         assert str(sch) == plain
     assert "\x1b" not in plain
+
+
+def test_printing_first_of_all_draws_nothing() -> None:
+    """In a fresh process, where rich is not imported yet."""
+    source = """
+import random, slapo_py as slapo
+from tests.models import net
+sch = slapo.create_schedule(net())
+before = random.getstate()
+str(sch)
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=Path(__file__).parents[2], timeout=120)
 
 
 def test_rich_shows_it_too() -> None:

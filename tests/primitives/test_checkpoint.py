@@ -131,7 +131,7 @@ class Stateful(nn.Module):
             self.loose.mul_(1.5)
             self.late = x.detach().mean(0) if self.late is None else self.late + 1
         y = torch.sigmoid(self.norm(self.last) * self.ema + self.replaced * self.calls * self.loose + self.ints.sum())
-        return y * factor * len(self.seen) + self.late
+        return torch.sin(y * factor * len(self.seen)) + self.late
 
 
 def test_state_is_changed_once() -> None:
@@ -164,9 +164,11 @@ def test_two_calls_before_one_backward_pass() -> None:
             super().__init__()
             self.lin, self.norm, self.calls = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), 0
             self.register_buffer("mean", torch.ones(4))
+            self.seen: list[int] = []
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
+            self.seen.append(self.calls)
             self.mean = self.mean * 0.5 + x.detach().mean(0)
             return torch.sigmoid(self.norm(self.lin(x)) * self.mean) * self.calls
 
@@ -180,6 +182,7 @@ def test_two_calls_before_one_backward_pass() -> None:
     for a, b in zip(model.parameters(), sch.module.parameters()):
         assert torch.equal(a.grad, b.grad)
     assert torch.equal(model.norm.running_mean, sch.module.norm.running_mean)
+    assert model.seen == sch.module.seen == [1, 2]
     assert model.norm.num_batches_tracked == sch.module.norm.num_batches_tracked == 2
 
 

@@ -127,6 +127,15 @@ def test_an_unknown_object_among_the_arguments_is_handed_on_but_not_looked_into(
         sch["a"].trace()
 
 
+def test_a_container_among_the_arguments_that_the_forward_changes() -> None:
+    def forward(self, x, seen):
+        seen["x"] = x
+        return x * 2
+
+    with pytest.raises(TraceError, match=r"changes the container that is given as seen: a graph would not"):
+        traced(module(forward), (X, {}), (Y, {}))
+
+
 def test_no_example_inputs() -> None:
     sch = slapo.create_schedule(linear())
     with pytest.raises(NoExampleInputs, match=r"write create_schedule\(model, example_inputs=\{\.\.\.\}\)"):

@@ -1,0 +1,125 @@
+"""Law 8: replay is identity. Shown on random legal schedules that use every primitive."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import slapo_py as slapo
+from slapo_py import History
+from tests.laws import steps
+from tests.laws.random_schedules import MODELS, WEIGHTS, Call, Made, apply, calls, outcome, reset, sequences, start
+from tests.laws.witness import form
+from tests.running import differences
+
+ROOT = Path(__file__).parents[1]
+EACH = 84
+"""Examples of each model; a few of them turn out to be the same."""
+
+# Dynamo looks at .grad of whatever a compiled module is called with.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def own() -> Iterator[None]:
+    with steps.registered():
+        yield
+
+
+@functools.cache
+def explored(name: str, folder: Path) -> tuple[list[Made], Counter[str]]:
+    """Draw schedules of one model, check each in this process, and keep them for the next one."""
+    model = MODELS[name]
+    schedule = start(model)
+    other = slapo.create_schedule(schedule.original, model.inputs)
+    made: dict[History, Made] = {}
+    tally: Counter[str] = Counter()
+
+    @settings(
+        max_examples=EACH, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(sequence=sequences(model), data=st.data())
+    def explore(sequence: list[Call], data: Any) -> None:
+        sch = reset(schedule)
+        tally["refused"] += apply(sch, sequence)
+        tally["accepted"] += len(sch.history)
+        history, printed = sch.history, str(sch)
+        if not len(history):
+            return
+        drawn = form(sch)
+        if history not in made:
+            made[history] = Made(name, history, printed, outcome(sch, model))
+
+        history.save(folder / "h.json")
+        loaded = History.load(folder / "h.json", allow=("tests.laws",))
+        assert loaded == history
+        assert str(loaded) == str(history)
+        assert hash(loaded) == hash(history)
+
+        scope: dict[str, Any] = {}
+        exec(str(history), scope)
+        scope["schedule"](reset(other))
+        assert form(other) == drawn
+        assert differences(outcome(other, model), made[history].result) == []
+
+        k = data.draw(st.integers(1, len(history)), label="k")
+        sch.undo(k)
+        loaded[:-k].replay(reset(other))
+        assert form(sch) == form(other)
+        assert sch.history == history[:-k]
+        if data.draw(st.booleans(), label="compare what is computed, too"):
+            assert differences(outcome(sch, model), outcome(other, model)) == []
+
+    explore()
+    return list(made.values()), tally
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("schedules")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_schedules_in_this_process(name: str, folder: Path) -> None:
+    made, tally = explored(name, folder)
+    assert len(made) > EACH * 0.7
+    assert tally["accepted"] > tally["refused"]  # most of what is drawn is legal
+
+
+def test_random_schedules_in_a_fresh_process(folder: Path) -> None:
+    made = [one for name in MODELS for one in explored(name, folder)[0]]
+    used = Counter(primitive for one in made for primitive in {step.primitive for step in one.history})
+    assert len(made) >= 200
+    assert {name: used[name] for name in slapo.list_primitives() if used[name] < 10} == {}
+    assert set(WEIGHTS) == set(slapo.list_primitives())  # a new primitive is drawn, too
+    for number, one in enumerate(made):
+        one.history.save(folder / f"{number}.json")
+    torch.save([(one.model, one.printed, one.result) for one in made], folder / "expected.pt")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.laws.replay_all", str(folder)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"replayed {len(made)}\n"
+
+
+def test_what_is_drawn_is_well_formed() -> None:
+    """Each call that schedules are drawn from is legal on its own somewhere, or is known not to be."""
+    refused: Counter[str] = Counter()
+    total = 0
+    for model in MODELS.values():
+        sch = start(model)
+        for primitive, known in calls(model).items():
+            for call in known:
+                total += 1
+                refused[primitive] += apply(reset(sch), [call])
+    assert refused.total() < total / 20, refused
