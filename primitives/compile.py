@@ -1,6 +1,7 @@
 """`sch[path].compile()`: torch.compile of one module."""
 
 import difflib
+import functools
 import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,7 +30,15 @@ class Compiled(Layer):
     def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
         options: dict[str, Any] = {k: dict(v) if k == "options" else v for k, v in self.options}
         compiled: Forward = torch.compile(forward, **options)
-        return compiled
+
+        @functools.wraps(forward)
+        def compile_once(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Within a larger module that is compiled, this one is a part of it: dynamo can't guard the defaults of a
+            # forward behind its own wrapper.
+            run = forward if torch.compiler.is_compiling() else compiled
+            return run(self, *args, **kwargs)
+
+        return compile_once
 
     def describe(self) -> str:
         inner = ", ".join(f"{name}={getattr(value, '__name__', None) or value!r}" for name, value in self.options)

@@ -15,6 +15,7 @@ from slapo_py.errors import NoExampleInputs, TraceError
 from slapo_py.scheduled import bare
 from slapo_py.tracing.huggingface import collected, is_collecting_hook
 from slapo_py.tracing.sandbox import Fakes, random_state_kept, sandbox
+from slapo_py.tracing.trace import on_trial
 from slapo_py.tracing.values import SIMPLE, Tensor, map_tensors, signature
 
 _HOOKS = [name for name in nn.Module().__dict__ if "hook" in name]
@@ -158,7 +159,8 @@ def _record_fake(model: nn.Module, inputs: Inputs) -> Recording:
 
 def _run(model: nn.Module, args: Any, kwargs: Any) -> None:
     try:
-        model(*args, **kwargs)
+        with on_trial():
+            model(*args, **kwargs)
     except Exception as error:
         raise TraceError(
             f"the model does not run on the example inputs: {type(error).__name__}: {error}; "

@@ -1,12 +1,13 @@
 """A trace: the static graph of a module, the guards under which it holds, and the forward generated from both."""
 
+import contextlib
 import functools
 import inspect
 import linecache
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -113,15 +114,18 @@ class Trace(Layer):
         return failed
 
     def _miss(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.compiler.is_compiling():
-            failed = self.why(module, args, kwargs)
+        if _trial:
+            return original(module, *args, **kwargs)
+        compiling = torch.compiler.is_compiling()  # a compiler can't follow the bookkeeping
+        failed = ["a guard"] if compiling else self.why(module, args, kwargs)
+        if not compiling:
             self._missed.setdefault(module, Counter())[failed[0] if failed else "?"] += 1
-            if not self.structural:
-                raise GuardError(
-                    f"{type(module).__name__} was called in a way that its trace does not cover: "
-                    f"{'; '.join(failed)} does not hold, and a step on its graph is not bit-exact, so that the "
-                    "original can't stand in. Give create_schedule example_inputs of this kind and trace again"
-                )
+        if not self.structural:
+            raise GuardError(
+                f"{type(module).__name__} was called in a way that its trace does not cover: {'; '.join(failed)} does "
+                "not hold, and a step on its graph is not bit-exact, so that the original can't stand in. Give "
+                "create_schedule example_inputs of this kind and trace again"
+            )
         return original(module, *args, **kwargs)
 
     # ---- the generated forward -------------------------------------------------------------------------------------
@@ -159,6 +163,19 @@ class Trace(Layer):
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         exec(compile(text, file, "exec"), environment)
         return functools.wraps(base.forward)(environment["forward"])
+
+
+_trial: list[None] = []
+
+
+@contextlib.contextmanager
+def on_trial() -> Iterator[None]:
+    """Within: a call that a trace does not cover runs the original and is not counted: nobody uses its numbers."""
+    _trial.append(None)
+    try:
+        yield
+    finally:
+        _trial.pop()
 
 
 def trace_of(module: nn.Module) -> Trace | None:

@@ -1,5 +1,6 @@
 """Cursors, all or nothing, undo."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -213,6 +214,25 @@ def test_steps_leave_the_original_and_the_world_untouched(make: Any) -> None:
         first.checkpoint()
     assert changes(before, fingerprint(model)) == []
     assert changes(world, global_state()) == []
+
+
+def test_nothing_is_collected_within_a_step(sch: Schedule) -> None:
+    """A callback of the garbage collector would run in the middle of a recording."""
+    enabled: list[bool] = []
+
+    class Collecting(slapo.Primitive):
+        """Look whether the collector is on."""
+
+        def check(self, place: Schedule) -> None:
+            enabled.append(gc.isenabled())
+
+        def apply(self, place: Schedule) -> None:
+            enabled.append(gc.isenabled())
+
+    with steps.registered(collecting=Collecting):
+        sch.collecting()
+    assert enabled == [False, False]
+    assert gc.isenabled()
 
 
 # Undo

@@ -169,3 +169,14 @@ def test_a_forward_on_the_object_would_hide_the_step(name: str) -> None:
     model[0].forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(ArgumentError, match=rf'{name} at "0": this Linear has a forward that was set on the object'):
         getattr(slapo.create_schedule(model)["0"], name)()
+
+
+def test_a_step_that_runs_the_model_compiles_nothing() -> None:
+    sch = slapo.create_schedule(net(), example_inputs={"ids": ids()})
+    sch["blocks.0"].compile(backend=counting)
+    before = fingerprint(sch.original)
+    sch["blocks.1"].trace()
+    assert compiled == []
+    assert changes(before, fingerprint(sch.original)) == []
+    sch.module(ids())
+    assert len(compiled) == 1

@@ -317,6 +317,26 @@ def test_a_step_that_is_not_bit_exact_forbids_the_original() -> None:
     assert torch.equal(sch.module(X), X.tanh())
     with pytest.raises(GuardError, match=r"Made was called in a way that its trace does not cover: mask is None"):
         sch.module(X, mask=X)
+    compiled = torch.compile(sch.module, backend="eager")
+    assert torch.equal(compiled(X), X.tanh())
+    with pytest.raises(GuardError, match=r"was called in a way that its trace does not cover"):
+        compiled(X, mask=X)
+
+
+def test_a_recording_counts_no_misses() -> None:
+    """Recorded anew (after a configure), a module whose trace holds in train mode only is called in eval mode."""
+
+    def ema(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.a(x) - self.mean
+
+    sch = traced(module(ema, mean=torch.zeros(8), a=nn.Dropout(0.5)), (X,), (Y,))
+    sch["a"].configure(p=0.25)
+    sch["a"].trace()
+    assert sch.misses == 0
+    sch.module.eval()(X)
+    assert sch.misses == 1
 
 
 def test_the_comparison_would_see_a_wrong_graph() -> None:

@@ -1,0 +1,43 @@
+"""A model of 406 B parameters is scheduled on a laptop: few captures, little memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, resource, torch, transformers
+import slapo_py as slapo
+
+with torch.device("meta"):
+    config = transformers.LlamaConfig(
+        vocab_size=128256, hidden_size=16384, intermediate_size=53248, num_hidden_layers=126,
+        num_attention_heads=128, num_key_value_heads=8,
+    )
+    model = transformers.LlamaForCausalLM(config)
+ids = torch.zeros(2, 16, dtype=torch.long)
+sch = slapo.create_schedule(model, example_inputs={"input_ids": ids, "use_cache": False})
+for glob in ("model.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp", "model.layers.*.*layernorm"):
+    sch.select(glob).trace()
+print(json.dumps({
+    "parameters": sum(p.numel() for p in model.parameters()),
+    "traced": len(sch.history),
+    "captures": sch.root.tracer.captures,
+    "notes": [note for p in sch.select("model.layers.*") for note in p.notes],
+    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    "printed": len(str(sch).splitlines()),
+}))
+"""
+
+
+def test_llama_of_406_billion_parameters_on_meta() -> None:
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["parameters"] == 405_853_388_800
+    assert found["traced"] == 126 * 5
+    assert found["captures"] == 4  # layer, attention, mlp, norm
+    assert found["notes"] == []
+    assert found["peak"] < 1.5 * 2**30
+    assert found["printed"] < 40  # 126 equal layers are one line
