@@ -25,6 +25,8 @@ class Configure(Primitive):
     or private name; values that are no tensor or module. Raises `ArgumentError`.
     """
 
+    reaches_flattened = True  # the trace above is made anew where it read the attribute
+
     def check(self, place: Schedule, **attributes: Any) -> None:
         where = f'configure at "{place.path}"'
         if not attributes:

@@ -1,5 +1,7 @@
 """`sch[path].trace()`: the module gets a static graph."""
 
+import difflib
+import fnmatch
 from collections.abc import Sequence
 
 from slapo_py.errors import ArgumentError, StepError
@@ -21,7 +23,7 @@ class Trace(Primitive):
     are in one graph. Modules that behave alike share one capture.
 
     `flatten`: submodules become part of the graph, too, and then accept only steps on their parameters. `leaves`: paths
-    of submodules (seen from here, with `*`) that stay calls all the same.
+    of submodules (seen from here; `*` is any text, dots too) that stay calls all the same.
 
     Requires: example inputs in `create_schedule` that reach this module, and a forward without branches on data, loops
     over a size or other effects than those of torch. Raises `TraceError` with the line of the forward that forbids it,
@@ -39,6 +41,13 @@ class Trace(Primitive):
             raise ArgumentError(
                 f"{where}: submodules stay calls unless flattened. Leave out leaves=, or add flatten=True."
             )
+        below = [name for name, _ in place.module.named_modules() if name]
+        for leaf in leaves:
+            if not any(fnmatch.fnmatchcase(name, leaf) for name in below):
+                close = difflib.get_close_matches(leaf, below, n=3, cutoff=0.4) or below[:5]
+                raise ArgumentError(
+                    f"{where}: leaves={leaf!r} names no submodule. Such names: {', '.join(map(repr, close))}."
+                )
         if trace_of(place.module) is not None:
             raise StepError(
                 f"{where}: this module is traced already. To trace it differently, take that step back with sch.undo()."

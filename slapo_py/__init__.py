@@ -1,6 +1,7 @@
 """A schedule language for PyTorch: write a model plainly, say apart from it how it is executed."""
 
 from slapo_py import primitives as primitives  # registers them; the only place that pulls them in
+from slapo_py.backends.base import Engine
 from slapo_py.build import build
 from slapo_py.codec import per_rank
 from slapo_py.errors import ScheduleError
@@ -9,8 +10,10 @@ from slapo_py.primitive import Primitive
 from slapo_py.registry import list_primitives, register, unregister
 from slapo_py.schedule import Schedule, create_schedule
 from slapo_py.selection import Selection
+from slapo_py.tracing import missed_guards, misses
 
 __all__ = [
+    "Engine",
     "History",
     "Primitive",
     "Schedule",
@@ -20,6 +23,8 @@ __all__ = [
     "build",
     "create_schedule",
     "list_primitives",
+    "missed_guards",
+    "misses",
     "per_rank",
     "register",
     "unregister",

@@ -1,6 +1,10 @@
 """Checks of a place that several primitives share."""
 
-from torch import nn
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.schedule import Schedule
@@ -18,6 +22,36 @@ def check_forward(place: Schedule, primitive: str) -> None:
             f'{primitive} at "{place.path}": {kind} is a container without a forward, so it is never called. '
             f'Do this at its children: sch.select("{glob}").{primitive}(...).'
         )
+    if "forward" in vars(module):
+        # The attribute hides the class's forward, and with it everything that a step puts around it.
+        raise ArgumentError(
+            f'{primitive} at "{place.path}": this {kind} has a forward that was set on the object (m.forward = ...). '
+            f"Define it in the class, or take it off before create_schedule."
+        )
+
+
+@contextmanager
+def shared_kept(place: Schedule, primitive: str) -> Iterator[None]:
+    """The parameters are the original's too: a step that writes into one, or freezes it, is refused."""
+    held = {id(one): (name, one, one._version, one.requires_grad) for name, one in _tensors(place)}
+    yield
+    for name, tensor, version, requires_grad in held.values():
+        if tensor._version != version or tensor.requires_grad is not requires_grad:
+            done = "writes into" if tensor._version != version else "sets requires_grad of"
+            raise StepError(
+                f'{primitive} at "{place.path}": apply {done} {name!r}, which is the original\'s tensor too. Put a new '
+                f"tensor in its place, or do this to what slapo_py.build(sch) returns."
+            )
+
+
+def _tensors(place: Schedule) -> Iterator[tuple[str, Tensor]]:
+    module = place.module
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def check_called(place: Schedule, primitive: str) -> None:
+    """Refuse a module that is part of a flattened graph: it is not called any more, so nothing around it would run."""
+    kind = bare(place.module).__name__
     parts = place.path.split(".") if place.path else []
     for depth in range(len(parts)):
         above, below = ".".join(parts[:depth]), ".".join(parts[depth:])
@@ -27,9 +61,3 @@ def check_forward(place: Schedule, primitive: str) -> None:
                 f'{primitive} at "{place.path}": this {kind} is part of the flattened graph of "{above}" and is not '
                 f'called any more. Keep it a call: sch["{above}"].trace(flatten=True, leaves=["{below}"]).'
             )
-    if "forward" in vars(module):
-        # The attribute hides the class's forward, and with it everything that a step puts around it.
-        raise ArgumentError(
-            f'{primitive} at "{place.path}": this {kind} has a forward that was set on the object (m.forward = ...). '
-            f"Define it in the class, or take it off before create_schedule."
-        )

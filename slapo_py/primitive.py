@@ -19,6 +19,9 @@ class Primitive:
     """Set by `register`."""
     structural: ClassVar[bool] = False
     """True: results are bit-equal to those without the step."""
+    reaches_flattened: ClassVar[bool] = False
+    """True: the step also works on a module that is part of a flattened graph, and so is not called any more, because
+    it concerns parameters or attributes only."""
 
     check: Callable[..., Any]
     apply: Callable[..., Any]

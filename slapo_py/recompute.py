@@ -56,17 +56,24 @@ class _Call:
         # Plain containers only: a cache that is registered as a pytree is an object with a state, not its tensors.
         leaves, self.spec = _pytree.tree_flatten((args, kwargs), is_leaf=lambda one: not isinstance(one, CONTAINERS))
         self.given: Any = (args, kwargs)  # the first run gets the caller's own objects
+        # Each tensor once: a forward may ask whether `query is key`, and within another checkpoint torch gives back a
+        # new object for each tensor that it was given.
         self.tensors: list[torch.Tensor] = []
+        self.at: list[int | None] = []
         self.leaves: list[Any] = []
         self.watched: list[tuple[torch.Tensor, int | None]] = []
         # An inference tensor can't be saved for a backward pass, and nothing in the graph depends on it.
-        self.is_tensor = [isinstance(leaf, torch.Tensor) and not leaf.is_inference() for leaf in leaves]
-        for leaf, is_tensor in zip(leaves, self.is_tensor):
-            if is_tensor:
+        known: dict[int, int] = {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and not leaf.is_inference():
+                if id(leaf) not in known:
+                    known[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                self.at.append(known[id(leaf)])
                 self.leaves.append(None)
-                self.tensors.append(leaf)
             else:
                 kept, inside = _kept(leaf)
+                self.at.append(None)
                 self.leaves.append(kept)
                 self.watched += [(one, _version(one)) for one in inside]
         self.watched += [(one, _version(one)) for one in self.tensors]
@@ -78,9 +85,8 @@ class _Call:
             result = self.forward(self.module, *args, **kwargs)
             self.state.leave()
             return result
-        left = iter(tensors)
         # Each run gets its own copy of a cache: a second backward must find what the first found.
-        leaves = [next(left) if tensor else _kept(leaf)[0] for tensor, leaf in zip(self.is_tensor, self.leaves)]
+        leaves = [_kept(leaf)[0] if at is None else tensors[at] for at, leaf in zip(self.at, self.leaves)]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)
         return self.forward(self.module, *args, **kwargs)
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from slapo_py.errors import RegistryError
 from slapo_py.history import Step
+from slapo_py.places import check_called, shared_kept
 from slapo_py.primitive import TABLE, Primitive, bind, normalized, parameters_of
 from slapo_py.schedule import Schedule
 from slapo_py.selection import Selection
@@ -25,6 +26,9 @@ def register(name: str) -> Callable[[P], P]:
 
     Requires: a new name, a docstring, `check` and `apply` with the same arguments. Raises `RegistryError`.
     """
+
+    if isinstance(name, type):
+        raise RegistryError(f'register: needs a name. Write @slapo.register("{name.__name__.lower()}").')
 
     def decorate(cls: P) -> P:
         _check_name(name)
@@ -62,8 +66,11 @@ def run(primitive: Primitive, place: Schedule, args: tuple[Any, ...], kwargs: di
     step = Step(primitive.name, place.path, *given)
     before = root.names_below(place.path)
     with root.step(place.path):
+        if not primitive.reaches_flattened:
+            check_called(place, primitive.name)
         primitive.check(place, *given[0], **given[1])
-        primitive.apply(place, *given[0], **given[1])
+        with shared_kept(place, primitive.name):
+            primitive.apply(place, *given[0], **given[1])
     root.record(step, before)
     return place
 

@@ -13,6 +13,7 @@ from torch import nn
 from slapo_py.clone import clone
 from slapo_py.errors import PathError, StaleCursorError
 from slapo_py.history import History, Step
+from slapo_py.primitive import TABLE
 from slapo_py.snapshot import Snapshot, random_states_kept
 
 if TYPE_CHECKING:
@@ -127,10 +128,10 @@ class Root:
         try:
             yield
         except BaseException:
-            snapshot.restore()
+            if snapshot.restore():
+                self._forget()
             self.history = history
             self._names = None
-            self._forget()
             raise
 
     def record(self, step: Step, before: dict[str, int]) -> None:
@@ -160,7 +161,8 @@ class Root:
         training = {name: one.training for name, one in self.copy.named_modules(remove_duplicate=False)}
         self.copy, self.history = clone(self.original), History()
         self.annotations, self._removed, self._names = {}, {}, None
-        self._forget()
+        if not all(step.primitive in TABLE and TABLE[step.primitive].structural for step in held[1]):
+            self._forget()
         try:
             yield
             for name, one in self.copy.named_modules(remove_duplicate=False):
@@ -171,6 +173,7 @@ class Root:
             raise
 
     def _forget(self) -> None:
+        """What modules are called with may be different from now on."""
         if self._tracer is not None:
             self._tracer.forget()
 

@@ -1,5 +1,6 @@
 """The schedule: a cursor onto the scheduled copy of a model."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +147,8 @@ class Schedule:
         Cursors stay valid; `sch.module` is a new object, with the training flags of the old.
         """
         root = self._root
+        if not root.history:
+            raise ArgumentError(f"undo({k!r}): the history is empty; there is no step to take back.")
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= len(root.history):
             raise ArgumentError(
                 f"undo({k!r}): needs a whole number of steps between 1 and {len(root.history)}, the length of the "
@@ -194,6 +197,12 @@ class Schedule:
     def misses(self) -> int:
         """How often a traced place was called in a way that its trace does not cover."""
         return int(self._trace().misses(self.module))
+
+    @property
+    def missed_guards(self) -> "Counter[str]":
+        """Why they missed: the guards that failed first, and how often."""
+        missed: Counter[str] = self._trace().missed_guards(self.module)
+        return missed
 
     @property
     def notes(self) -> list[str]:

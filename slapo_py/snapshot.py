@@ -67,23 +67,28 @@ class Snapshot:
             self._slots.append((value, slots))
         return [*found, *slots.values()]
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
+        """Put everything back. Returns whether there was more to it than the classes of modules and their tensors."""
+        attributes = False
         for module, cls in self._classes:
             if type(module) is not cls:
                 module.__class__ = cls
         for container, content in self._contents:
             if not _same(container, content):
+                attributes = True
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
         for value, slots in self._slots:
             for name, held in slots.items():
                 if getattr(value, name, _EMPTY) is not held:
+                    attributes = True
                     delattr(value, name) if held is _EMPTY else object.__setattr__(value, name, held)
         for tensor, requires_grad, grad in self._tensors:
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
             if tensor.grad is not grad:
                 tensor.grad = grad
+        return attributes
 
 
 @contextmanager

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import slapo_py as slapo
 from slapo_py import History
 from tests.laws import steps
-from tests.laws.random_schedules import MODELS, WEIGHTS, Call, Made, apply, calls, outcome, reset, sequences, start
+from tests.laws.random_schedules import MODELS, WEIGHTS, Call, Made, apply, outcome, reset, sequences, start
 from tests.laws.witness import form
 from tests.running import differences
 
 ROOT = Path(__file__).parents[1]
-EACH = 84
+EACH = 76
 """Examples of each model; a few of them turn out to be the same."""
 
 # Dynamo looks at .grad of whatever a compiled module is called with.
@@ -44,7 +44,12 @@ def explored(name: str, folder: Path) -> tuple[list[Made], Counter[str]]:
     tally: Counter[str] = Counter()
 
     @settings(
-        max_examples=EACH, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=EACH,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
     )
     @given(sequence=sequences(model), data=st.data())
     def explore(sequence: list[Call], data: Any) -> None:
@@ -89,7 +94,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", MODELS)
 def test_random_schedules_in_this_process(name: str, folder: Path) -> None:
     made, tally = explored(name, folder)
-    assert len(made) > EACH * 0.7
+    print(f"{name}: {len(made)} schedules, {tally['accepted']} steps accepted and {tally['refused']} refused")
+    assert len(made) > EACH * 0.8
     assert tally["accepted"] > tally["refused"]  # most of what is drawn is legal
 
 
@@ -108,16 +114,3 @@ def test_random_schedules_in_a_fresh_process(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"replayed {len(made)}\n"
-
-
-def test_what_is_drawn_is_well_formed() -> None:
-    """Each call that schedules are drawn from is legal on its own somewhere, or is known not to be."""
-    refused: Counter[str] = Counter()
-    total = 0
-    for model in MODELS.values():
-        sch = start(model)
-        for primitive, known in calls(model).items():
-            for call in known:
-                total += 1
-                refused[primitive] += apply(reset(sch), [call])
-    assert refused.total() < total / 20, refused

@@ -2,6 +2,7 @@
 
 import abc
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from slapo_py.errors import BuildError
-from slapo_py.tracing import misses
+from slapo_py.tracing import missed_guards, misses
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,11 @@ class Engine(abc.ABC):
     def misses(self) -> dict[str, int]:
         """Calls that no trace covered, by the path of the traced module: they ran the original. Empty if none did."""
         return misses(self.module)
+
+    @property
+    def missed_guards(self) -> dict[str, Counter[str]]:
+        """Why they missed: by path, the guards that failed first, and how often."""
+        return missed_guards(self.module)
 
     @abc.abstractmethod
     def train_step(self, batch: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,17 @@ class SizeDependent(TraceError):
 class Assembly:
     """The making of one trace."""
 
-    def __init__(self, module: nn.Module, is_leaf: Leaf, first: tuple[Call, Fakes], second: tuple[Call, Fakes] | None):
+    def __init__(
+        self,
+        module: nn.Module,
+        is_leaf: Leaf,
+        first: tuple[Call, Fakes],
+        second: tuple[Call, Fakes] | None,
+        notes: Sequence[str] = (),
+    ) -> None:
         self.module, self.is_leaf, self.first, self.second = module, is_leaf, first, second
         self.guards = Guards()
-        self.notes: list[str] = []
+        self.notes = list(notes)
 
     def trace(self) -> Trace:
         self.identity = self._identity()
@@ -102,6 +109,7 @@ class Assembly:
                 failures[training] = error
         if not captures:
             raise failures[True]
+        self.notes += sorted({note for capture in captures.values() for note in capture.said})
         self.training = True in captures
         self.main = captures[self.training]
         self.used = list(captures.values())
@@ -126,7 +134,11 @@ class Assembly:
                 self.guards.add(f"{flag}.training is {self.training}")
         elif self.mode_choices:
             if not self.flags:
-                raise TraceError("train and eval mode differ although the forward does not read `training` itself")
+                at = self.mode_choices[0].node.meta.get("where", self.mode_choices[0].node)
+                raise TraceError(
+                    f"a value at {at} is another one in each run although the forward does not read `training`: does "
+                    "it come from the time, or from something else that the graph does not see?"
+                )
             for flag in self.flags[1:]:
                 self.guards.add(f"{flag}.training is {self.flags[0]}.training")
 
@@ -141,7 +153,10 @@ class Assembly:
             try:
                 found, twins = align(self.main.graph, other.graph)
             except Parting as parting:
-                raise SizeDependent(f"the operations depend on the size of the input, first at {parting}") from None
+                raise SizeDependent(
+                    f"the operations depend on the size of the input, first at {parting}; a loop over a size can't be "
+                    "a graph: trace the modules below this one instead"
+                ) from None
             if found:
                 at = found[0].node.meta.get("where", found[0].node)
                 raise SizeDependent(f"the value {found[0].here!r} depends on the size of the input at {at}")

@@ -92,6 +92,9 @@ class Capture(Bindings, TorchFunctionMode):
         self.inside = False  # a submodule
         self.inlined: set[str] = set()
         self.module_globals: dict[tuple[str, str], Any] = {}
+        self.changed_globals: list[str] = []
+        self.said: list[str] = []
+        """Where the forward printed, logged or warned."""
         self._size_nodes: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -136,6 +139,8 @@ class Capture(Bindings, TorchFunctionMode):
                 if name and id(module) not in self.leaves:
                     raise TraceError(f"the forward changes the container self.{name}: a graph would not")
             self._refuse_changed_arguments()
+            if self.changed_globals:
+                raise TraceError(f"the forward changes {self.changed_globals[0]!r} outside itself: a graph would not")
         if moved:
             raise TraceError(f"the forward draws from or sets {moved[0]}: the graph would hold one draw for ever")
         return self
@@ -158,6 +163,7 @@ class Capture(Bindings, TorchFunctionMode):
         finally:
             self.active = False
             self.module_globals = seen.found()
+            self.changed_globals = seen.changed()
 
     def _placeholders(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         parameters = inspect.signature(forward).parameters
@@ -228,7 +234,8 @@ class Capture(Bindings, TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name in _READS_DATA:
             raise TraceError(
-                f"the forward reads the value of a tensor ({name}) at {where()}: a graph can't depend on data"
+                f"the forward reads the value of a tensor ({name}) at {where()}, and a graph can't depend on data: "
+                "write it with tensors (torch.where, a mask), or trace the modules below this one instead"
             )
         out = self.quiet(func, *args, **kwargs)
         if name == "__get__":

@@ -18,6 +18,14 @@ class Held:
             return False
         return all(map(_same_item, other.items, self.items))
 
+    def put_back(self, container: Any) -> None:
+        """Let a list, dict or set hold what it held."""
+        container.clear()
+        if isinstance(container, list):
+            container.extend(self.items)
+        else:
+            container.update(self.items)
+
     def matches(self, container: Any) -> bool:
         """Whether a container holds the same objects (plain ones by value)."""
         if type(container) is not self.kind:

@@ -1,10 +1,13 @@
 """Plain globals that a forward reads: a constant of a module may be changed after the trace was made."""
 
+import dis
+import functools
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
+from slapo_py.tracing.held import Held
 from slapo_py.tracing.source import is_user_file
 from slapo_py.tracing.values import SIMPLE, Tensor, is_plain
 
@@ -18,6 +21,7 @@ class GlobalReads:
     def __init__(self, active: Callable[[], bool]) -> None:
         self._active = active
         self._ran: dict[CodeType, dict[str, Any]] = {}
+        self._containers: dict[int, tuple[str, Any, Held]] = {}
         self._before: Any = None
 
     def __enter__(self) -> "GlobalReads":
@@ -31,6 +35,26 @@ class GlobalReads:
     def _see(self, frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code not in self._ran and self._active():
             self._ran[frame.f_code] = frame.f_globals
+            if is_user_file(frame.f_code.co_filename):
+                self._hold(frame)
+
+    def _hold(self, frame: FrameType) -> None:
+        """Note what the lists, dicts and sets hold that a function may reach, before it runs."""
+        code = frame.f_code
+        reached = {name: frame.f_globals.get(name) for name in _global_names(code)}
+        reached.update({name: frame.f_locals.get(name) for name in code.co_freevars})
+        for name, value in reached.items():
+            if type(value) in (list, dict, set) and id(value) not in self._containers:
+                self._containers[id(value)] = (name, value, Held(value))
+
+    def changed(self) -> list[str]:
+        """The names of those that hold something else now; they are put back."""
+        names = []
+        for name, container, held in self._containers.values():
+            if not held.matches(container):
+                names.append(name)
+                held.put_back(container)
+        return names
 
     def found(self) -> dict[tuple[str, str], Any]:
         """{(module name, global name): value}."""
@@ -41,7 +65,7 @@ class GlobalReads:
                 continue
             if getattr(sys.modules.get(module), "__dict__", None) is not scope:
                 continue  # code of exec: its globals can't be found again
-            for name in code.co_names:
+            for name in _global_names(code):
                 value = scope.get(name)
                 if name in scope and not name.startswith("__"):
                     if isinstance(value, (*SIMPLE, Tensor)) or (
@@ -49,3 +73,11 @@ class GlobalReads:
                     ):
                         values[module, name] = value
         return values
+
+
+@functools.cache
+def _global_names(code: CodeType) -> frozenset[str]:
+    """The globals that a function reads (its `co_names` also hold the attributes)."""
+    return frozenset(
+        str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )

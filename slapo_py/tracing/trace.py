@@ -76,7 +76,8 @@ class Trace(Layer):
 
     def describe(self) -> str:
         calls = sum(node.op.startswith("call_") for node in self.graph.nodes)
-        return f"trace ({calls} calls, {len(self._guards.merged())} guards)"
+        guards = len(self._guards.merged())
+        return f"trace ({calls} call{'s' * (calls != 1)}, {guards} guard{'s' * (guards != 1)})"
 
     def rewritten(self, graph: fx.Graph, structural: bool) -> "Trace":
         """The same trace with another graph (whose inputs are the same)."""
@@ -187,6 +188,12 @@ def misses(model: nn.Module) -> dict[str, int]:
     """Calls that no trace covered, by the path of the traced module; empty if none missed."""
     found = {path: trace.misses(module) for path, module in model.named_modules() if (trace := trace_of(module))}
     return {path: count for path, count in found.items() if count}
+
+
+def missed_guards(model: nn.Module) -> dict[str, Counter[str]]:
+    """Why: by the path of the traced module, the guards that failed, and how often each was the first to fail."""
+    found = {path: trace.missed_guards(module) for path, module in model.named_modules() if (trace := trace_of(module))}
+    return {path: guards for path, guards in found.items() if guards}
 
 
 def _header(forward: Callable[..., Any]) -> tuple[str, dict[str, Any]]:

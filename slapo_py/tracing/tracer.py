@@ -106,15 +106,19 @@ class Tracer:
                 "trace a module around it, or give example inputs that reach it"
             )
         seconds = [(other.calls[path], other.fakes) for other in self._second_recordings() if path in other.calls]
-        seconds = [one for one in seconds if _comparable(call, one[0])]
+        other_kinds = [one for one in seconds if not _comparable(call, one[0])]
+        seconds = [one for one in seconds if one not in other_kinds]
+        notes = []
+        if other_kinds and len(self._inputs) > 1:
+            notes.append("another example calls this module with other arguments (None for a tensor, say): not covered")
         key = self._key(path, module, [call, *(one for one, _ in seconds)], flatten, leaves)
         for known in self._pool.get(key, ()):
             if _reads_hold(module, known):
                 return known
         try:
-            made = self._make(module, (call, self.recording.fakes), seconds, flatten, leaves)
+            made = self._make(module, (call, self.recording.fakes), seconds, flatten, leaves, notes)
         except TraceError as error:  # not kept: it may be due to an attribute that another such module has not
-            raise type(error)(f"trace() at {path!r} ({bare(module).__name__}): {error}") from error
+            raise TraceError(f'trace at "{path}" ({bare(module).__name__}): {error}') from error
         self._pool.setdefault(key, []).append(made)
         return made
 
@@ -125,6 +129,7 @@ class Tracer:
         seconds: list[tuple[Call, Fakes]],
         flatten: bool,
         leaves: tuple[str, ...],
+        notes: list[str],
     ) -> Trace:
         def is_leaf(path: str, _: nn.Module) -> bool:
             return not flatten or any(fnmatch.fnmatchcase(path, glob) for glob in leaves)
@@ -132,11 +137,11 @@ class Tracer:
         self.captures += 1
         for index, second in enumerate(seconds):
             try:
-                return Assembly(module, is_leaf, first, second).trace()
+                return Assembly(module, is_leaf, first, second, notes).trace()
             except SizeDependent:
                 if index + 1 == len(seconds):
                     raise
-        return Assembly(module, is_leaf, first, None).trace()
+        return Assembly(module, is_leaf, first, None, notes).trace()
 
     def _key(self, path: str, module: nn.Module, calls: list[Call], flatten: bool, leaves: tuple[str, ...]) -> Any:
         """All that a forward can see, attributes aside: code, arguments, what its children give back, tensors."""

@@ -3,7 +3,10 @@
 Everything patched here is patched for the time of one capture and put back after it.
 """
 
+import builtins
+import logging
 import types
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +85,7 @@ class Watch:
             self._patch_modes()
             self._patch_queries()
             self._patch_caches()
+            self._patch_output()
             for path, module in self.capture.root.named_modules():
                 config = module.__dict__.get("config")
                 if hasattr(config, "__dict__"):
@@ -292,6 +296,22 @@ class Watch:
             "has_torch_function",
             lambda relevant: False if capture.active else has_function(relevant),
         )
+
+    def _patch_output(self) -> None:
+        """Note where the forward prints, logs or warns: the graph will not."""
+        capture = self.capture
+
+        def noting(plain: Any, what: str) -> Any:
+            def said(*args: Any, **kwargs: Any) -> Any:
+                if capture.active:
+                    capture.said.append(f"the forward {what} at {where()}: the graph does not")
+                return plain(*args, **kwargs)
+
+            return said
+
+        self._patch(builtins, "print", noting(builtins.print, "prints"))
+        self._patch(logging.Logger, "handle", noting(logging.Logger.handle, "logs"))
+        self._patch(warnings, "warn", noting(warnings.warn, "warns"))
 
     def _patch_caches(self) -> None:
         capture = self.capture

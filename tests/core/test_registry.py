@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import slapo_py as slapo
-from slapo_py import Primitive, Schedule, Selection
-from slapo_py.errors import ArgumentError, RegistryError
+from slapo_py import Primitive, Schedule, Selection, register
+from slapo_py.errors import ArgumentError, RegistryError, StepError
 from tests.core import steps
 from tests.models import net
 
@@ -151,3 +153,62 @@ def test_registering_is_refused(name: Any, cls: Any, message: str) -> None:
     with pytest.raises(RegistryError, match=message):
         slapo.register(name)(cls)
     assert before == (slapo.list_primitives(), set(vars(Schedule)), set(vars(Selection)))
+
+
+def test_the_originals_tensors_are_kept_from_a_step() -> None:
+    class Writes(Primitive):
+        """Write into a parameter, or freeze it."""
+
+        def check(self, place: Schedule, freeze: bool) -> None:
+            pass
+
+        def apply(self, place: Schedule, freeze: bool) -> None:
+            if freeze:
+                place.module.weight.requires_grad_(False)
+            else:
+                nn.init.zeros_(place.module.weight)
+
+    register("writes")(Writes)
+    try:
+        model = nn.Sequential(nn.Linear(2, 2))
+        sch = slapo.create_schedule(model)
+        with pytest.raises(
+            StepError, match=r"""writes at "0": apply sets requires_grad of 'weight', which is the orig"""
+        ):
+            sch["0"].writes(True)
+        assert model[0].weight.requires_grad and not sch.history
+        with pytest.raises(
+            StepError, match=r"apply writes into 'weight'.*or do this to what slapo_py\.build\(sch\) ret"
+        ):
+            sch["0"].writes(False)
+        assert not sch.history
+    finally:
+        slapo.unregister("writes")
+
+
+def test_a_users_step_below_a_flattened_trace_is_refused() -> None:
+    class Hook(Primitive):
+        """Put a hook on the module."""
+
+        def check(self, place: Schedule) -> None:
+            pass
+
+        def apply(self, place: Schedule) -> None:
+            place.module.register_forward_hook(lambda module, args, out: out * 2)
+
+    register("hooked")(Hook)
+    try:
+        sch = slapo.create_schedule(nn.Sequential(nn.Linear(2, 2)), example_inputs=(torch.randn(3, 2),))
+        sch.trace(flatten=True)
+        with pytest.raises(StepError, match=r'hooked at "0": this Linear is part of the flattened graph of ""'):
+            sch["0"].hooked()
+    finally:
+        slapo.unregister("hooked")
+
+
+def test_register_without_a_name() -> None:
+    with pytest.raises(RegistryError, match=r'register: needs a name\. Write @slapo\.register\("named"\)'):
+
+        @register  # type: ignore[arg-type, type-var]
+        class Named(Primitive):
+            """No name."""

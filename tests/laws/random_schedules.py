@@ -87,7 +87,7 @@ MODELS: dict[str, Model] = {
 }
 
 # How often a primitive is drawn; compiling is the slowest to run.
-WEIGHTS = {"trace": 7, "checkpoint": 4, "compile": 1, "annotate": 2, "configure": 3, "mark": 2, "recompute": 1}
+WEIGHTS = {"trace": 10, "checkpoint": 6, "compile": 1, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2}
 
 
 def calls(model: Model) -> dict[str, list[Call]]:

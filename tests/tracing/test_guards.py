@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import slapo_py as slapo
 from slapo_py.errors import GuardError
 from slapo_py.scheduled import dress
 from slapo_py.tracing import trace_of
@@ -280,6 +281,23 @@ def test_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.FACTOR", 3.0)
     assert torch.equal(copy(X), X * 3)
     assert misses(copy) == 1
+
+
+def test_a_global_that_only_shares_an_attributes_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = module(lambda self, x: x * self.FACTOR, FACTOR=3.0)
+    copy = traced(model, (X,), (Y,)).module
+    monkeypatch.setattr(f"{__name__}.FACTOR", 5.0)
+    assert torch.equal(copy(X), X * 3)
+    assert misses(copy) == 0
+
+
+def test_an_example_of_another_form_is_noted() -> None:
+    sch = traced(module(optional), {"x": X}, {"x": Y, "mask": torch.ones(8)})
+    assert sch.notes == ["another example calls this module with other arguments (None for a tensor, say): not covered"]
+    sch.module(X, mask=torch.ones(8))
+    assert sch.missed_guards == {"mask is None": 1}
+    assert slapo.missed_guards(sch.module) == {"": {"mask is None": 1}}
+    assert slapo.misses(sch.module) == {"": 1}
 
 
 def test_a_child_that_gives_back_another_structure_is_said_aloud() -> None:

@@ -77,6 +77,21 @@ def writes_field(self, x):
 
 
 # ruff: noqa: E501  a table
+SEEN: list[Any] = []
+
+
+def appends(self, x):
+    SEEN.append(x)
+    return x * 2
+
+
+def tick(self, x):
+    return x * next(TICKS)
+
+
+TICKS = iter(range(1000))
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "branch on data": (branch_on_data, {}, rf"reads the value of a tensor \(__bool__\) at .*{HERE}"),
     "item": (lambda self, x: x * x.max().item(), {}, rf"reads the value of a tensor \(item\) at .*{HERE}"),
@@ -90,6 +105,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "seeding": (seeds, {}, r"draws from or sets torch's generator"),
     "assignment": (assigns, {"mean": 0.0}, rf"assigns self\.mean at .*{HERE}; write in place \(self\.mean\.copy_"),
     "a field of an object": (writes_field, {"state": State()}, rf"sets \.factor of self\.state at .*{HERE}"),
+    "a global list": (appends, {}, r"changes 'SEEN' outside itself: a graph would not"),
+    "a value from elsewhere": (tick, {}, rf"a value at .*{HERE} is another one in each run although"),
     "container": (logs, {"seen": []}, r"changes the container self\.seen: a graph would not"),
     "inference mode": (inference, {}, rf"enters torch\.inference_mode at .*{HERE}; use torch\.no_grad"),
     "own checkpoint": (own_checkpoint, {"a": linear()}, rf"calls torch\.utils\.checkpoint itself at .*{HERE}; take that"),
@@ -181,15 +198,17 @@ def test_a_train_and_eval_difference_without_reading_training() -> None:
         assert torch.equal(sch.module.train(train)(X), model.train(train)(X))
 
 
-def test_warnings_and_logs_of_a_forward_are_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_forward_says_is_noted(caplog: pytest.LogCaptureFixture) -> None:
     def forward(self, x):
         logging.getLogger("model").warning("said")
+        print("also said")
         return x * 2
 
     model = module(forward)
     with caplog.at_level(logging.WARNING, "model"):
-        traced(model, (X,), (Y,))
+        sch = traced(model, (X,), (Y,))
     assert "said" in caplog.text
+    assert [note.split(" at ")[0] for note in sch.notes] == ["the forward logs", "the forward prints"]
 
 
 def test_steps_that_contradict() -> None:
@@ -210,5 +229,7 @@ def test_steps_that_contradict() -> None:
         slapo.errors.ArgumentError, match=r'leaves must be a list of paths, found .0.\. Write leaves=\["attn"\]'
     ):
         slapo.create_schedule(model, example_inputs=(X,)).trace(flatten=True, leaves="0")
+    with pytest.raises(slapo.errors.ArgumentError, match=r"leaves='0\.2' names no submodule\. Such names: '0\.1'"):
+        slapo.create_schedule(model, example_inputs=(X,)).trace(flatten=True, leaves=["0.2"])
     with pytest.raises(slapo.errors.ArgumentError, match=r"add flatten=True"):
         slapo.create_schedule(model, example_inputs=(X,)).trace(leaves=["0"])
