@@ -22,7 +22,7 @@ from tests.laws.witness import form
 from tests.running import differences
 
 ROOT = Path(__file__).parents[1]
-EACH = 76
+EACH = 82
 """Examples of each model; a few of them turn out to be the same."""
 
 # Dynamo looks at .grad of whatever a compiled module is called with.
@@ -57,11 +57,10 @@ def explored(name: str, folder: Path) -> tuple[list[Made], Counter[str]]:
         tally["refused"] += apply(sch, sequence)
         tally["accepted"] += len(sch.history)
         history, printed = sch.history, str(sch)
-        if not len(history):
+        if not len(history) or history in made:
             return
         drawn = form(sch)
-        if history not in made:
-            made[history] = Made(name, history, printed, outcome(sch, model))
+        made[history] = Made(name, history, printed, outcome(sch, model))
 
         history.save(folder / "h.json")
         loaded = History.load(folder / "h.json", allow=("tests.laws",))

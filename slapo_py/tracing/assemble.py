@@ -13,17 +13,18 @@ from torch import fx, nn
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
 from slapo_py.tracing.align import Difference, Parting, align, counterpart, same, substitute, substitute_node
-from slapo_py.tracing.capture import Capture, Fact, Input, likeness, sweep
+from slapo_py.tracing.capture import Capture, likeness, sweep
 from slapo_py.tracing.expressions import attribute_path, input_tensors, node_at, owned_floats, owned_tensors, place
 from slapo_py.tracing.guards import Guards
+from slapo_py.tracing.reads import Reads
 from slapo_py.tracing.recorder import Call
 from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.sizes import Comparison
 from slapo_py.tracing.sizing import SizeNames
 from slapo_py.tracing.structure import structure_check
+from slapo_py.tracing.tape import Fact, Input
 from slapo_py.tracing.trace import Trace
 from slapo_py.tracing.values import Tensor, tensors
-from slapo_py.tracing.watch import Reads
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Leaf = Callable[[str, nn.Module], bool]

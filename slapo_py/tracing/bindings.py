@@ -86,7 +86,7 @@ class Bindings:
     def arg(self, value: Any) -> Any:
         """What stands for a value in the arguments of a node."""
         if isinstance(value, Size):
-            return value.node if value.capture is self else int.__int__(value)
+            return value.node if value.node.graph is self.graph else int.__int__(value)
         record = dataclasses.is_dataclass(value) and not isinstance(value, type)
         rebuilt = record or not self.is_unchanged(value)  # python may have changed it since
         if not rebuilt and (not isinstance(value, SIMPLE) or isinstance(value, torch.device)):

@@ -6,11 +6,10 @@ here: `Capture` also lists all that the run relied on, for the guards.
 """
 
 import contextlib
-import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,15 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
-from slapo_py.tracing.bindings import Bindings, bookkeeping, containers
+from slapo_py.tracing.bindings import bookkeeping, containers
 from slapo_py.tracing.huggingface import without_checkpointing
 from slapo_py.tracing.module_globals import GlobalReads
 from slapo_py.tracing.recorder import Call
 from slapo_py.tracing.sandbox import Fakes, changed_container, random_state_kept, sandbox
 from slapo_py.tracing.sizes import Comparison, Size
 from slapo_py.tracing.source import where, where_raised
-from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain, map_tensors, opaque_methods, signature, tensors
-from slapo_py.tracing.watch import Reads, Watch
+from slapo_py.tracing.tape import Input, Tape
+from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, map_tensors, tensors
+from slapo_py.tracing.watch import Watch
 
 _AS_OPERATOR: dict[Any, Callable[..., Any]] = {
     Tensor.add: operator.add, Tensor.sub: operator.sub, Tensor.mul: operator.mul, Tensor.div: operator.truediv,
@@ -44,57 +44,18 @@ _READS_DATA = {
     "__bool__", "item", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
     "is_nonzero", "equal", "allclose", "__contains__",
 }  # fmt: skip
-_READS_RANK = {"dim", "ndimension"}
-_READS_LAYOUT = {"is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "is_set_to"}
-_READS_DTYPE = {"is_floating_point", "is_complex", "element_size", "type"}
-_PLAIN_PROPERTIES = {"is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu"}
 _NO_EFFECT = {
     getattr, operator.getitem, operator.neg, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod
 }  # fmt: skip
 
 
-class Input(NamedTuple):
-    """An argument of the captured call."""
-
-    expr: str  # how the generated forward reaches it: `x`, `kwargs['x']`, `args[0]`
-    value: Any
-    node: fx.Node
-
-
-class Fact(NamedTuple):
-    """Something read of a tensor: `what` of the value of `node` was `value`."""
-
-    what: str
-    node: fx.Node | None
-    value: Any
-    where: str
-
-
-class Capture(Bindings, TorchFunctionMode):
+class Capture(Tape, TorchFunctionMode):
     """The graph of one run, and what the run relied on."""
 
     def __init__(self, root: nn.Module, is_leaf: Callable[[str, nn.Module], bool], watch_globals: bool = False) -> None:
-        Bindings.__init__(self, root)
+        Tape.__init__(self, root, is_leaf)
         TorchFunctionMode.__init__(self)
-        self.root, self.watch_globals = root, watch_globals
-        self.active = False
-        self.inputs: list[Input] = []
-        self.comparisons: list[Comparison] = []
-        self.facts: list[Fact] = []
-        self.globals: dict[tuple[str, tuple[Any, ...]], Any] = {}
-        self.children: dict[fx.Node, Any] = {}
-        """The structure that each call of a submodule gave back."""
-        self.paths = {id(module): name for name, module in root.named_modules()}
-        self.leaves = {id(module) for name, module in root.named_modules() if name and is_leaf(name, module)}
-        self.reads: Reads = {}
-        self.deep_reads: Reads = {}
-        """Config entries read inside submodules; they may decide what a submodule gives back."""
-        self.inside = False  # a submodule
-        self.inlined: set[str] = set()
-        self.module_globals: dict[tuple[str, str], Any] = {}
-        self.changed_globals: list[str] = []
-        self.said: list[str] = []
-        """Where the forward printed, logged or warned."""
+        self.watch_globals = watch_globals
         self._size_nodes: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
     # ---- the run ---------------------------------------------------------------------------------------------------
@@ -203,29 +164,6 @@ class Capture(Bindings, TorchFunctionMode):
         for container in containers(value):
             self.hold(container)
 
-    def quiet(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        was, self.active = self.active, False
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self.active = was
-
-    # ---- calls that stay one node ----------------------------------------------------------------------------------
-    def call_opaque(
-        self, make: Callable[[Any, Any], fx.Node], function: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """One node for a call that is not looked into."""
-        given = frozenset(map(id, tensors((args, kwargs))))
-        node = make(self.arg(tuple(args)), self.arg(dict(kwargs)))
-        node.meta["where"] = where()
-        self.inside = True
-        try:
-            out = self.quiet(function, *args, **kwargs)
-        finally:
-            self.inside = False
-        self.children[node] = _shape_of(out)
-        return self.quiet(self.bind_result, out, node, given)
-
     # ---- torch-level calls -----------------------------------------------------------------------------------------
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -252,7 +190,7 @@ class Capture(Bindings, TorchFunctionMode):
             return out
         sets = name == "__setitem__"
         if not sets and not tensors(out):
-            self._fact(name, args[0] if args else None, out)
+            self.fact(name, args[0] if args else None, out)
             return out
         return self._operation(func, name, args, kwargs, out, sets)
 
@@ -285,17 +223,11 @@ class Capture(Bindings, TorchFunctionMode):
         if isinstance(out, Tensor):
             node = self.graph.call_function(getattr, (self.arg(tensor), name))
             return self.quiet(self.bind_result, out, node, frozenset({id(tensor)}))
-        self._fact(name, tensor, out)
+        self.fact(name, tensor, out)
         return out
 
-    def device_of(self, tensor: Tensor, device: torch.device) -> torch.device:
-        """The device of a tensor, as an object of its own that stands for that very read."""
-        self._fact("device", tensor, device)
-        own = torch.device(device.type, device.index) if device.index is not None else torch.device(device.type)
-        return self.quiet(self.bind, own, bookkeeping(self.graph.call_function(getattr, (self.arg(tensor), "device"))))  # type: ignore[no-any-return]
-
     def _sizes(self, tensor: Tensor, size: torch.Size) -> torch.Size:
-        self._fact("shape", tensor, len(size))
+        self.fact("shape", tensor, len(size))
         return torch.Size([Size(n, self._size_node(tensor, i), self) for i, n in enumerate(size)])
 
     def _size_node(self, tensor: Tensor, index: int) -> fx.Node:
@@ -313,7 +245,7 @@ class Capture(Bindings, TorchFunctionMode):
     def _size(self, name: str, args: Any, kwargs: Any, out: Any) -> Any:
         if isinstance(out, torch.Size):
             return self._sizes(args[0], out)
-        self._fact("shape", args[0], args[0].ndim)
+        self.fact("shape", args[0], args[0].ndim)
         if name == "size":
             dim = args[1] if len(args) > 1 else kwargs["dim"]
             return Size(out, self._size_node(args[0], int(dim) % args[0].ndim), self)
@@ -323,31 +255,6 @@ class Capture(Bindings, TorchFunctionMode):
             node.meta["int"] = out
             return out
         return Size(out, self.graph.call_method(name, self.arg(tuple(args)), self.arg(dict(kwargs))), self)
-
-    def _fact(self, name: str, subject: Any, value: Any) -> None:
-        if name in _READS_RANK or name == "ndim":
-            what = "shape"
-        elif name in _READS_LAYOUT:
-            what = name
-        elif name in _READS_DTYPE or name == "dtype":
-            what = "dtype"
-        elif name in _PLAIN_PROPERTIES:
-            what, value = "device", self.quiet(getattr, subject, "device")
-        elif name == "requires_grad":
-            what = name
-        elif name in ("shape", "device", "is_leaf", "grad", "grad_fn"):
-            what = name
-        else:
-            return
-        if isinstance(value, torch.device):
-            value = value.type
-        node = self.quiet(self.arg, subject) if isinstance(subject, Tensor) else None
-        self.facts.append(Fact(what, node, value, where()))
-
-    # ---- what Watch reports ----------------------------------------------------------------------------------------
-    @functools.cached_property
-    def opaque(self) -> tuple[tuple[type, str], ...]:
-        return opaque_methods()
 
 
 def _own_arguments(
@@ -369,22 +276,6 @@ def _own_arguments(
 def likeness(tensor: Tensor) -> Any:
     """What two tensors share that could be one and the same object."""
     return (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
-def _shape_of(out: Any) -> Any:
-    """The structure of what a submodule gave back, where more than a tensor can come out."""
-    return None if isinstance(out, Tensor) else map_structure(out)
-
-
-def map_structure(value: Any) -> Any:
-    """Nested containers with a tensor as `Tensor`, other leaves as they are."""
-    if isinstance(value, Tensor):
-        return Tensor
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(map_structure, value))
-    if isinstance(value, dict):
-        return (type(value), *((key, map_structure(item)) for key, item in value.items()))
-    return value if is_plain(value) else signature(value)
 
 
 def sweep(graph: fx.Graph, keep: frozenset[fx.Node] = frozenset()) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_py.tracing.capture import Capture
+from slapo_py.tracing.reads import dotted
 from slapo_py.tracing.values import Tensor, tensors
-from slapo_py.tracing.watch import dotted
 
 
 def input_tensors(capture: Capture) -> list[tuple[str, Tensor]]:

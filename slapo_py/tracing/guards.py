@@ -9,8 +9,8 @@ from torch import nn
 
 from slapo_py.tracing.align import same
 from slapo_py.tracing.held import Held
+from slapo_py.tracing.reads import ABSENT, Reads
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
-from slapo_py.tracing.watch import ABSENT, Reads
 
 
 class Guards:

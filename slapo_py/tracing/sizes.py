@@ -6,12 +6,19 @@ logged, because the graph then holds only where they come out the same.
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import fx
 
-if TYPE_CHECKING:
-    from slapo_py.tracing.capture import Capture
+
+class Log(Protocol):
+    """What a size needs of the tape that it is on."""
+
+    active: bool
+    graph: fx.Graph
+    comparisons: "list[Comparison]"
+
+    def arg(self, value: Any) -> Any: ...
 
 
 class Comparison(NamedTuple):
@@ -27,9 +34,9 @@ class Size(int):
     """A size (or a number computed from sizes) and the node that computes it."""
 
     node: fx.Node
-    capture: "Capture"
+    capture: Log
 
-    def __new__(cls, value: int, node: fx.Node, capture: "Capture") -> "Size":
+    def __new__(cls, value: int, node: fx.Node, capture: Log) -> "Size":
         size = int.__new__(cls, value)
         size.node, size.capture = node, capture
         node.meta["int"] = int.__int__(size)

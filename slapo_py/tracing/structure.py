@@ -1,21 +1,30 @@
-"""The condition that a value still has the structure that it had."""
+"""The structure of what a submodule gives back, and the condition that it still is that."""
 
 from typing import Any
 
-import torch
+from slapo_py.tracing.values import FUNCTIONS, Tensor, is_plain, signature
 
-from slapo_py.tracing.values import FUNCTIONS
+
+def structure_of(value: Any) -> Any:
+    """Nested containers with a tensor as `Tensor`, other leaves as they are."""
+    if isinstance(value, Tensor):
+        return Tensor
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(structure_of, value))
+    if isinstance(value, dict):
+        return (type(value), *((key, structure_of(item)) for key, item in value.items()))
+    return value if is_plain(value) else signature(value)
 
 
 def structure_check(expr: str, structure: Any) -> str:
-    """`structure` (as `capture.map_structure` gives it) -> a python condition on `expr`."""
+    """What `structure_of` gave -> a python condition on `expr`."""
     conditions: list[str] = []
     _collect(expr, structure, conditions)
     return " and ".join(conditions)
 
 
 def _collect(expr: str, structure: Any, conditions: list[str]) -> None:
-    if structure is torch.Tensor:
+    if structure is Tensor:
         conditions.append(f"isinstance({expr}, Tensor)")
     elif structure is None or isinstance(structure, bool):
         conditions.append(f"{expr} is {structure}")

@@ -17,8 +17,8 @@ from torch.amp import autocast_mode
 from slapo_py.errors import GuardError
 from slapo_py.scheduled import Forward, Layer, bare, layer_of
 from slapo_py.tracing.guards import Guards
+from slapo_py.tracing.reads import Reads
 from slapo_py.tracing.values import Tensor
-from slapo_py.tracing.watch import Reads
 
 _MISS = object()
 _MODE_SWITCHES = (torch._C._set_grad_enabled, autocast_mode._enter_autocast)

@@ -11,11 +11,11 @@ from slapo_py.scheduled import bare, dress, undress
 from slapo_py.tracing.align import same
 from slapo_py.tracing.assemble import Assembly, SizeDependent
 from slapo_py.tracing.held import Held
+from slapo_py.tracing.reads import ABSENT
 from slapo_py.tracing.recorder import Call, Recording, normalize_inputs, record, vary
 from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.trace import Trace, trace_of
 from slapo_py.tracing.values import signature, structure
-from slapo_py.tracing.watch import ABSENT
 
 
 class Tracer:

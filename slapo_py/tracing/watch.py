@@ -7,7 +7,7 @@ import builtins
 import logging
 import types
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,24 +19,10 @@ from slapo_py.scheduled import bare
 from slapo_py.tracing.function_call import FunctionCall
 from slapo_py.tracing.held import Held
 from slapo_py.tracing.huggingface import COLLECTING_FLAG, collect, collected
+from slapo_py.tracing.reads import ABSENT, dotted
 from slapo_py.tracing.source import where
+from slapo_py.tracing.tape import Tape
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
-
-if TYPE_CHECKING:
-    from slapo_py.tracing.capture import Capture
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-    __reduce__ = __repr__  # type: ignore[assignment]  # pickled by its name: there is one such object
-
-
-ABSENT = _Absent()
-Reads = dict[tuple[str, str], Any]
-"""{(expression of the owner, attribute): the value read}; ABSENT where there was no such attribute."""
-
 
 _GLOBAL_QUERIES = {
     "torch.is_grad_enabled": (torch, "is_grad_enabled"),
@@ -48,11 +34,6 @@ _GLOBAL_QUERIES = {
 }
 _OWN_OF_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _ABSENT_OWNER = object()
-
-
-def dotted(path: str) -> str:
-    """`a.0.b` -> `.a[0].b`-like access that reads past nn.Module.__getattr__ (which costs a microsecond a step)."""
-    return "".join(f"._modules[{atom!r}]" for atom in path.split(".")) if path else ""
 
 
 def _refuse_collected_below(path: str, before: dict[str, int]) -> None:
@@ -69,7 +50,7 @@ def _refuse_collected_below(path: str, before: dict[str, int]) -> None:
 class Watch:
     """Patches in place while a capture runs."""
 
-    def __init__(self, capture: "Capture") -> None:
+    def __init__(self, capture: Tape) -> None:
         self.capture = capture
         self._saved: list[tuple[Any, str, Any]] = []
         self._objects: dict[int, tuple[Any, str]] = {}  # plain objects reached from attributes, and how

@@ -99,7 +99,7 @@ def calls(model: Model) -> dict[str, list[Call]]:
     ]
     policies: list[dict[str, Any]] = [{}, {}, {"policy": ["aten.mm", "aten.addmm"]}, {"policy": steps.keep_matmuls}]
     tags: list[tuple[str, Any]] = [("lr", 0.1), ("lr", None), ("kind", {"a": (1, [True])}), ("dtype", torch.bfloat16)]
-    small = [place for place in model.places if place.count(".") >= 2 or place in ("2", "norm")]
+    small = [at for at in model.places if at.endswith(("norm", "norm1", "ln_1", "up", "linear1", "mlp", "2"))]
     return {
         "trace": [("trace", at, (), {}) for at in model.places] + flat,
         "checkpoint": [("checkpoint", at, (), policy) for at in model.places for policy in policies],

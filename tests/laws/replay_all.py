@@ -16,7 +16,7 @@ from tests.laws.random_schedules import MODELS, outcome, reset, start
 from tests.laws.steps import registered
 from tests.running import differences
 
-NEW_EVERY = 8
+NEW_EVERY = 16
 """Every so often on a schedule that has seen no other steps; the others go on with the captures made before."""
 
 

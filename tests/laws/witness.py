@@ -18,26 +18,24 @@ RANDOM = ("torch rng", "python rng", "numpy rng")
 class Untouched:
     """`Untouched(model)` now; `.changes()` later: everything that is not as it was."""
 
-    def __init__(self, original: nn.Module, *, random: bool = True) -> None:
+    def __init__(self, original: nn.Module) -> None:
         self.original = original
-        self.random = random
-        """False where the random states are meant to move on, as in training."""
         self._names = fingerprint(original)
         self._values = values(original)
         self._gradients = [(name, p, _copy(p.grad)) for name, p in original.named_parameters()]
-        self._world = self._global()
+        self._world = global_state()
 
-    def changes(self) -> list[str]:
-        found = changes(self._names, fingerprint(self.original)) + changes(self._world, self._global())
+    def changes(self, *, random: bool = True) -> list[str]:
+        """`random=False` where the random states are meant to move on, as in training."""
+        found = changes(self._names, fingerprint(self.original))
+        worlds = [{k: v for k, v in one.items() if random or k not in RANDOM} for one in (self._world, global_state())]
+        found += changes(*worlds)
         now = values(self.original)
         found += [f"{name}: other values" for name, old in self._values.items() if not equal(old, now.get(name, GONE))]
         for name, parameter, old in self._gradients:
             if old is not None and (parameter.grad is None or not equal(old, parameter.grad)):
                 found.append(f"{name}: other gradient")
         return found
-
-    def _global(self) -> dict[str, Any]:
-        return {name: value for name, value in global_state().items() if self.random or name not in RANDOM}
 
 
 def state(sch: Schedule) -> dict[str, Any]:
