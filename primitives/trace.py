@@ -5,7 +5,7 @@ import fnmatch
 from collections.abc import Sequence
 
 from slapo_py.errors import ArgumentError, StepError
-from slapo_py.places import check_forward
+from slapo_py.places import check_forward, hooks_of
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
 from slapo_py.schedule import Schedule
@@ -54,6 +54,12 @@ class Trace(Primitive):
             )
         place.root.tracer.check(place.path, flatten, tuple(leaves))
         inlined = place.root.tracer.inlined(place.path, flatten, tuple(leaves))
+        hooked = [path for path in sorted(inlined) if any(hooks_of(place[path].module))]
+        if hooked:
+            raise StepError(
+                f"{where}: flattening would bypass the hooks on {', '.join(map(repr, hooked))}. Keep them calls: "
+                f"trace(flatten=True, leaves={hooked!r})."
+            )
         dressed = [path for path in sorted(inlined) if layers(place[path].module)]
         if dressed:
             raise StepError(

@@ -30,6 +30,13 @@ def check_forward(place: Schedule, primitive: str) -> None:
         )
 
 
+def hooks_of(module: nn.Module) -> Iterator[object]:
+    """The hooks that run when a module is called or its gradients are computed."""
+    for name, held in vars(module).items():
+        if isinstance(held, dict) and name.endswith("_hooks") and "state_dict" not in name:
+            yield from held.values()
+
+
 @contextmanager
 def shared_kept(place: Schedule, primitive: str) -> Iterator[None]:
     """The parameters are the original's too: a step that writes into one, or freezes it, is refused."""

@@ -61,6 +61,7 @@ class _Call:
         self.tensors: list[torch.Tensor] = []
         self.at: list[int | None] = []
         self.leaves: list[Any] = []
+        self.parameters: list[tuple[torch.Tensor, int | None]] = []
         self.watched: list[tuple[torch.Tensor, int | None]] = []
         # An inference tensor can't be saved for a backward pass, and nothing in the graph depends on it.
         known: dict[int, int] = {}
@@ -84,7 +85,14 @@ class _Call:
             (args, kwargs), self.given = self.given, None
             result = self.forward(self.module, *args, **kwargs)
             self.state.leave()
+            self.parameters = [(one, _version(one)) for one in self.module.parameters()]
             return result
+        if any(_version(one) != version for one, version in self.parameters):
+            kind, place = bare(self.module).__name__, PLACES.get(self.module)
+            raise RecomputeError(
+                f'checkpoint at "{place or ""}": a parameter of {kind} was written into between the forward and the '
+                f"backward pass, so running it again would use other weights. Call backward() before that."
+            )
         # Each run gets its own copy of a cache: a second backward must find what the first found.
         leaves = [_kept(leaf)[0] if at is None else tensors[at] for at, leaf in zip(self.at, self.leaves)]
         args, kwargs = _pytree.tree_unflatten(leaves, self.spec)

@@ -22,7 +22,7 @@ from tests.laws.witness import form
 from tests.running import differences
 
 ROOT = Path(__file__).parents[1]
-EACH = 82
+EACH = 86
 """Examples of each model; a few of them turn out to be the same."""
 
 # Dynamo looks at .grad of whatever a compiled module is called with.
@@ -51,8 +51,8 @@ def explored(name: str, folder: Path) -> tuple[list[Made], Counter[str]]:
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )
-    @given(sequence=sequences(model), data=st.data())
-    def explore(sequence: list[Call], data: Any) -> None:
+    @given(sequence=sequences(model), back=st.integers(1, 8))
+    def explore(sequence: list[Call], back: int) -> None:
         sch = reset(schedule)
         tally["refused"] += apply(sch, sequence)
         tally["accepted"] += len(sch.history)
@@ -74,7 +74,7 @@ def explored(name: str, folder: Path) -> tuple[list[Made], Counter[str]]:
         assert form(sch) == drawn
         assert differences(outcome(sch, model), made[history].result) == []
 
-        k = data.draw(st.integers(1, len(history)), label="k")
+        k = min(back, len(history))
         sch.undo(k)
         assert sch.history == history[:-k]
         undone = form(sch)
@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_random_schedules_in_this_process(name: str, folder: Path) -> None:
     made, tally = explored(name, folder)
     print(f"{name}: {len(made)} schedules, {tally['accepted']} steps accepted and {tally['refused']} refused")
-    assert len(made) > EACH * 0.8
+    assert len(made) > EACH * 0.7
     assert tally["accepted"] > tally["refused"]  # most of what is drawn is legal
 
 

@@ -16,7 +16,7 @@ from slapo_py.tracing.align import Difference, Parting, align, counterpart, same
 from slapo_py.tracing.capture import Capture, likeness, sweep
 from slapo_py.tracing.expressions import attribute_path, input_tensors, node_at, owned_floats, owned_tensors, place
 from slapo_py.tracing.guards import Guards
-from slapo_py.tracing.reads import Reads
+from slapo_py.tracing.reads import Reads, dotted
 from slapo_py.tracing.recorder import Call
 from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.sizes import Comparison
@@ -57,6 +57,8 @@ class Assembly:
         self._guard_sizes()
         self._guard_dtypes()
         self._guard_facts()
+        for path in sorted({path for capture in self.used for path in capture.inlined if path}):
+            self.guards.add(f"type(self{dotted(path)}) is {self.guards.name(type(self.module.get_submodule(path)))}")
         reads = self._reads()
         self.guards.attributes(self.module, reads)
         for capture in self.used:
@@ -120,6 +122,7 @@ class Assembly:
         if len(captures) == 2:
             try:
                 self.mode_choices, self.twins = align(captures[True].graph, captures[False].graph)
+                _same_constants(captures[True], captures[False])
                 if list(captures[True].children.values()) != list(captures[False].children.values()):
                     raise Parting("a submodule that gives back another structure")
             except Parting as parting:
@@ -153,6 +156,7 @@ class Assembly:
             other = self._run(self.training, self.second)
             try:
                 found, twins = align(self.main.graph, other.graph)
+                _same_constants(self.main, other)
             except Parting as parting:
                 raise SizeDependent(
                     f"the operations depend on the size of the input, first at {parting}; a loop over a size can't be "
@@ -170,14 +174,15 @@ class Assembly:
             for ours, theirs in twins.items():
                 if "int" in ours.meta:
                     pairs[ours] = (ours.meta["int"], theirs.meta["int"])
-                    if ours.meta["int"] == theirs.meta["int"]:
-                        self.constants[ours] = ours.meta["int"]
         self.sizes = SizeNames(self.used, other, pairs)
+        self.constants = {node: n for node, (n, m) in pairs.items() if n == m and self.sizes.is_fixed(node)}
 
     def _guard_sizes(self) -> None:
-        if self.second is not None and self._any_fact("shape"):
+        if self._any_fact("shape"):
+            if self.second is None:
+                self.notes.append("holds at the recorded sizes only: there is no second recording to compare with")
             idle = tuple(f"{one.expr}{mark}" for one in self.main.inputs if not self._used(one) for mark in (".", "["))
-            for expr, size in self.sizes.fixed():
+            for expr, size in self.sizes.fixed() if self.second is not None else self.sizes.all():
                 if not expr.startswith(idle):
                     self.guards.add(f"{expr} == {size}")
         for capture in self.used:
@@ -218,6 +223,8 @@ class Assembly:
         floats = [(expr, t) for expr, t in input_tensors(self.main) if t.is_floating_point()]
         owned = [*owned_floats(self.module)]
         if not floats and not owned:
+            for expr, tensor in input_tensors(self.main):
+                self.guards.add(f"{expr}.dtype is {tensor.dtype}")
             return
         source, first = floats[0] if floats else owned[0]
         own = first.dtype
@@ -232,6 +239,9 @@ class Assembly:
             if len(allowed) > 1
             else f"{source}.dtype is {own}"
         )
+        for expr, tensor in input_tensors(self.main):
+            if not tensor.is_floating_point():
+                self.guards.add(f"{expr}.dtype is {tensor.dtype}")
         for expr, tensor in [*floats, *owned]:
             if expr != source:
                 self.guards.add(f"{expr}.dtype is " + (f"{source}.dtype" if tensor.dtype is own else f"{tensor.dtype}"))
@@ -242,7 +252,9 @@ class Assembly:
             if dtype is own:
                 continue
             try:
-                found = align(self.main.graph, self._run(self.training, self.first, dtype).graph).found
+                trial = self._run(self.training, self.first, dtype)
+                found = align(self.main.graph, trial.graph).found
+                _same_constants(self.main, trial)
                 if len(self.used) == 2:
                     twin = self._run(not self.training, self.first, dtype).graph
                     second = align(self.used[1].graph, twin).found
@@ -391,6 +403,10 @@ class Assembly:
                     f"{condition}); trace the parent again"
                 )
                 checks[node.name] = (condition, message)
+        for node, length in self.main.lengths.items():
+            if not node._erased:
+                message = f"{node.name} has another number of parts than when it was traced ({length}); trace it again"
+                checks[node.name] = (f"len({node.name}) == {length}", message)
         for node, name in self.sizes.checked.items():
             if not node._erased:
                 checks[node.name] = (
@@ -399,6 +415,13 @@ class Assembly:
                     "give create_schedule(example_inputs=[...]) two inputs whose sizes all differ",
                 )
         return checks
+
+
+def _same_constants(a: Capture, b: Capture) -> None:
+    """Raises Parting if two captures used other tensors from outside, as from a cache that holds one for each size."""
+    for name, tensor in a.constants.items():
+        if b.constants.get(name) is not tensor:
+            raise Parting("a tensor from outside the module, which is another one in each run")
 
 
 def _alike(capture: Capture) -> Callable[[fx.Node, fx.Node], bool]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,8 @@ class Bindings:
         self.constants: dict[str, Tensor] = {}
         self.foreign: dict[int, Any] = {}
         """Arguments that are objects of an unknown kind: they are handed on, not looked into."""
+        self.inside_objects: dict[int, str] = {}
+        """Tensors read from plain objects: they are no part of the module that a built copy could own."""
         self._root = root
         self._nodes: dict[int, Any] = {}  # id(value) -> node, or (node, key, how) still to be projected
         self._keep: list[Any] = []  # the values, so that their ids stay unique
@@ -101,13 +104,11 @@ class Bindings:
             items = [self.arg(item) for item in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if record and id(value) not in self.foreign:
-            fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-            return self.graph.call_function(
-                type(value), (), {k: self.arg(v) for k, v in fields.items() if v is not None}
-            )
+            return self._record(value)
         if isinstance(value, dict):
             fields = {key: self.arg(item) for key, item in value.items()}
-            return fields if type(value) is dict else self.graph.call_function(type(value), (fields,))
+            if type(value) in (dict, OrderedDict):
+                return fields if type(value) is dict else self.graph.call_function(OrderedDict, (fields,))
         if isinstance(value, slice):
             return slice(self.arg(value.start), self.arg(value.stop), self.arg(value.step))
         if isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value):
@@ -118,6 +119,20 @@ class Bindings:
             + (": call the model with use_cache=False" if name.endswith("Cache") else "")
         )
 
+    def _record(self, value: Any) -> fx.Node:
+        """A dataclass is made anew from its fields: python may have changed it since a node gave it."""
+        kind, fields = type(value), dataclasses.fields(value)
+        collects = issubclass(kind, dict)  # transformers' outputs: a dict of the fields that are not None
+        extra = set(vars(value)) - {field.name for field in fields}
+        if not collects and (extra or hasattr(kind, "__post_init__")):
+            why = f"sets {sorted(extra)}" if extra else "has a __post_init__"
+            raise TraceError(
+                f"the dataclass {kind.__qualname__}, which {why}, is used at {where()}: a graph can't make it"
+            )
+        given = {field.name: getattr(value, field.name) for field in fields}
+        left_out = {field.name for field in fields if given[field.name] is None and field.default is None}
+        return self.graph.call_function(kind, (), {k: self.arg(v) for k, v in given.items() if k not in left_out})
+
     def _get_attr(self, tensor: Tensor) -> fx.Node:
         name = self._tensor_names.get(id(tensor))
         if name is None:
@@ -125,6 +140,11 @@ class Bindings:
                 raise TraceError(f"a tensor used at {where()} comes from an operation that torch does not show")
             if tensor.requires_grad:
                 raise TraceError(f"a tensor from outside this module that requires a gradient is used at {where()}")
+            if id(tensor) in self.inside_objects:
+                raise TraceError(
+                    f"the tensor {self.inside_objects[id(tensor)]}, which an object of the module holds, is used at "
+                    f"{where()}: register it as a buffer of the module"
+                )
             name = f"_slapo_constant_{len(self.constants)}"
             self.constants[name] = tensor
         node = self.graph.create_node("get_attr", name)

@@ -20,9 +20,9 @@ from slapo_py.errors import TraceError
 from slapo_py.scheduled import bare
 from slapo_py.tracing.bindings import bookkeeping, containers
 from slapo_py.tracing.huggingface import without_checkpointing
-from slapo_py.tracing.module_globals import GlobalReads
+from slapo_py.tracing.module_globals import GlobalReads, caches_kept
 from slapo_py.tracing.recorder import Call
-from slapo_py.tracing.sandbox import Fakes, changed_container, random_state_kept, sandbox
+from slapo_py.tracing.sandbox import Fakes, changed_attribute, changed_container, random_state_kept, sandbox
 from slapo_py.tracing.sizes import Comparison, Size
 from slapo_py.tracing.source import where, where_raised
 from slapo_py.tracing.tape import Input, Tape
@@ -32,7 +32,8 @@ from slapo_py.tracing.watch import Watch
 _AS_OPERATOR: dict[Any, Callable[..., Any]] = {
     Tensor.add: operator.add, Tensor.sub: operator.sub, Tensor.mul: operator.mul, Tensor.div: operator.truediv,
     Tensor.__getitem__: operator.getitem, Tensor.__setitem__: operator.setitem,
-    Tensor.__matmul__: operator.matmul, Tensor.neg: operator.neg,
+    Tensor.__matmul__: operator.matmul, Tensor.neg: operator.neg, Tensor.__pow__: operator.pow,
+    Tensor.__floordiv__: operator.floordiv, Tensor.__mod__: operator.mod, Tensor.__ipow__: operator.ipow,
 }  # fmt: skip
 _SWAPPED: dict[str, Callable[..., Any]] = {
     "__rsub__": operator.sub, "__rdiv__": operator.truediv, "__rtruediv__": operator.truediv,
@@ -44,6 +45,7 @@ _READS_DATA = {
     "__bool__", "item", "__int__", "__float__", "__index__", "__complex__", "tolist", "numpy", "__array__",
     "is_nonzero", "equal", "allclose", "__contains__",
 }  # fmt: skip
+_LEAVES_A_MARK = {"backward", "register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
 _NO_EFFECT = {
     getattr, operator.getitem, operator.neg, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod
 }  # fmt: skip
@@ -84,7 +86,7 @@ class Capture(Tape, TorchFunctionMode):
                 new = new.to(dtype)
             return new.requires_grad_(tensor.requires_grad != (id(tensor) in flipped))
 
-        with random_state_kept() as moved, sandbox(self.root, fakes, training, dtype) as before:
+        with caches_kept(self.root), random_state_kept() as moved, sandbox(self.root, fakes, training, dtype) as before:
             self.name_tensors()
             with fakes.mode, torch.no_grad():
                 args, kwargs = _own_arguments(call, own, identity)
@@ -96,9 +98,13 @@ class Capture(Tape, TorchFunctionMode):
                 f"the result of {code.co_filename}:{code.co_firstlineno}" if code else "the result"
             )
             for module in self.root.modules():
-                name = changed_container(module, before[id(module)])
-                if name and id(module) not in self.leaves:
-                    raise TraceError(f"the forward changes the container self.{name}: a graph would not")
+                if id(module) not in self.leaves:
+                    name = changed_container(module, before[id(module)])
+                    if name:
+                        raise TraceError(f"the forward changes the container self.{name}: a graph would not")
+                    name = changed_attribute(module, before[id(module)])
+                    if name:
+                        raise TraceError(f"the forward changes the attribute self.{name}: a graph would not")
             self._refuse_changed_arguments()
             if self.changed_globals:
                 raise TraceError(f"the forward changes {self.changed_globals[0]!r} outside itself: a graph would not")
@@ -154,6 +160,8 @@ class Capture(Tape, TorchFunctionMode):
                     )
 
     def _given(self, expr: str, name: str, value: Any) -> None:
+        if hasattr(value, "__next__"):
+            raise TraceError(f"the argument {expr} is an iterator, which a call uses up: give a list")
         node = self.graph.placeholder(name)
         self.inputs.append(Input(expr, value, node))
         if tensors(value):
@@ -188,8 +196,12 @@ class Capture(Tape, TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             self.graph.call_function(func, self.arg(tuple(args)))
             return out
+        if name in _LEAVES_A_MARK:
+            raise TraceError(f"the forward calls .{name}() of a tensor at {where()}: a graph would not")
         sets = name == "__setitem__"
         if not sets and not tensors(out):
+            if name == "is_contiguous" and (kwargs or len(args) > 1):
+                name = "is_contiguous(memory_format)"
             self.fact(name, args[0] if args else None, out)
             return out
         return self._operation(func, name, args, kwargs, out, sets)
@@ -212,6 +224,8 @@ class Capture(Tape, TorchFunctionMode):
             or (name.endswith("_") and not name.endswith("__"))
             or (name.startswith("__i") and name != "__invert__")
         )
+        if isinstance(out, (tuple, list)):
+            self.lengths[node] = len(out)
         given = frozenset() if in_place else frozenset(map(id, tensors((args, kwargs))))
         return self.quiet(self.bind_result, out, node, given)
 

@@ -1,5 +1,6 @@
 """Guards: what must hold for a call to be covered by a trace, as lines of python that the generated forward checks."""
 
+import copy
 import importlib
 import re
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 
 from slapo_py.tracing.align import same
 from slapo_py.tracing.held import Held
-from slapo_py.tracing.reads import ABSENT, Reads
+from slapo_py.tracing.reads import ABSENT, At, Reads
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
 
 
@@ -45,6 +46,9 @@ class Guards:
         elif isinstance(value, FUNCTIONS):
             self.add(f"{expr} is {self.name(value)}")
         elif isinstance(value, SIMPLE) or is_plain(value):
+            if isinstance(value, (list, dict, set, tuple)):  # what it holds may change: compare with a copy
+                self.add(f"_same({expr}, {self.name(copy.deepcopy(value))})")
+                return
             # the identity of the very object that was read is the quick road
             known = self.name(value)
             self.add(f"({expr} is {known} or _same({expr}, {known}))")
@@ -80,10 +84,14 @@ class Guards:
                 self._object_attribute(owner, owner_expr, name, value)
 
     def _module_attribute(self, owner: nn.Module, expr: str, name: str, value: Any) -> None:
-        if name == "_modules":
+        if isinstance(value, At):
+            self.add(f"{expr}.{name} is {value.expr}")
+        elif name == "_modules":
             self.add(f"len({expr}._modules) == {value}")
         elif value is ABSENT:
-            self.add(f"(not hasattr({expr}, {name!r}) if _compiling() else {name!r} not in {expr}.__dict__)")
+            stores = ("__dict__", "_parameters", "_buffers", "_modules")
+            absent = " and ".join(f"{name!r} not in {expr}.{store}" for store in stores)
+            self.add(f"(not hasattr({expr}, {name!r}) if _compiling() else {absent})")
         elif value is None and name not in owner.__dict__:  # a parameter or a child that is None
             store = next((s for s in ("_parameters", "_buffers", "_modules") if name in getattr(owner, s)), None)
             self.add(f"{expr}.{store}[{name!r}] is None" if store else f"{expr}.{name} is None")
@@ -92,7 +100,11 @@ class Guards:
 
     def _object_attribute(self, owner: Any, expr: str, name: str, value: Any) -> None:
         own = getattr(owner, "__dict__", {})  # a class with slots has none
-        if value is ABSENT:
+        if name == "__class__":
+            self.add(f"{expr}.__class__ is {self.name(value)}")
+        elif name == "__dict__":
+            self.equal(f"{expr}.__dict__", value)
+        elif value is ABSENT:
             self.add(f"not hasattr({expr}, {name!r})")
         elif name in own:  # past the slow __getattribute__ of transformers' configs
             self.equal(f"_read({expr}, {name!r})", value)
@@ -105,6 +117,7 @@ class Guards:
         for line in self.merged():
             line = re.sub(r"^\((.+) is (_c\d+) or _same\(\1, \2\)\)$", r"\1 == \2", line)
             line = re.sub(r"(_m\d+)\['(\w+)'\]", lambda m: f"{self.modules[m[1]]}.{m[2]}", line)
+            line = re.sub(r"^_same\((.+), (_c\d+)\)$", r"\1 == \2", line)
             line = re.sub(r"_read\((.+?), '(\w+)'\)", r"\1.\2", line)
             line = re.sub(r"\._modules\['([A-Za-z_]\w*)'\]", r".\1", line)
             line = re.sub(r"\._modules\['(\d+)'\]", r"[\1]", line)

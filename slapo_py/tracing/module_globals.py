@@ -1,11 +1,15 @@
 """Plain globals that a forward reads: a constant of a module may be changed after the trace was made."""
 
+import contextlib
+import copy
 import dis
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
+
+from torch import nn
 
 from slapo_py.tracing.held import Held
 from slapo_py.tracing.source import is_user_file
@@ -71,8 +75,22 @@ class GlobalReads:
                     if isinstance(value, (*SIMPLE, Tensor)) or (
                         isinstance(value, (list, tuple, dict, set)) and value and is_plain(value) and len(value) <= 16
                     ):
-                        values[module, name] = value
+                        values[module, name] = value if isinstance(value, Tensor) else copy.deepcopy(value)
         return values
+
+
+@contextlib.contextmanager
+def caches_kept(root: nn.Module) -> Iterator[None]:
+    """Empty every `functools.cache` of the modules' files that was filled within: it would hold fake tensors."""
+    homes = {sys.modules.get(type(module).__module__) for module in root.modules()} - {None}
+    cached = [one for home in homes for one in list(vars(home).values()) if hasattr(one, "cache_clear")]
+    before = [one.cache_info().currsize for one in cached if hasattr(one, "cache_info")]
+    try:
+        yield
+    finally:
+        for one, size in zip([one for one in cached if hasattr(one, "cache_info")], before, strict=True):
+            if one.cache_info().currsize != size:
+                one.cache_clear()
 
 
 @functools.cache

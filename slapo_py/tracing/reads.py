@@ -1,6 +1,6 @@
 """Attributes that a forward has read, and how python reaches them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class _Absent:
@@ -13,6 +13,12 @@ class _Absent:
 ABSENT = _Absent()
 Reads = dict[tuple[str, str], Any]
 """{(expression of the owner, attribute): the value read}; ABSENT where there was no such attribute."""
+
+
+class At(NamedTuple):
+    """A module of the tree, by the expression that reaches it."""
+
+    expr: str
 
 
 def dotted(path: str) -> str:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slapo_py.errors import NoExampleInputs, TraceError
 from slapo_py.scheduled import bare
+from slapo_py.snapshot import Snapshot
 from slapo_py.tracing.huggingface import collected, is_collecting_hook
 from slapo_py.tracing.sandbox import Fakes, random_state_kept, sandbox
 from slapo_py.tracing.trace import on_trial
-from slapo_py.tracing.values import SIMPLE, Tensor, map_tensors, signature
+from slapo_py.tracing.values import SIMPLE, Tensor, map_tensors, signature, tensors
 
 _HOOKS = [name for name in nn.Module().__dict__ if "hook" in name]
 
@@ -77,7 +79,7 @@ def vary(inputs: Inputs) -> list[Inputs]:
             return made[id(given)]
         tensor = given
         if tensor.ndim and tensor.shape[0] == batch:
-            tensor = torch.cat([tensor, tensor[:1]])
+            tensor = torch.cat([tensor, tensor, tensor, tensor[:1]])  # halves, logarithms and products differ, too
         for dim in range(1, tensor.ndim) if shorten else ():
             if tensor.shape[dim] in lengths:
                 tensor = tensor.narrow(dim, 0, tensor.shape[dim] - max(1, tensor.shape[dim] // 3))
@@ -107,7 +109,7 @@ def _record_real(model: nn.Module, inputs: Inputs) -> Recording:
         call.out = signature(out)
         return out
 
-    with random_state_kept(), _state_kept(model), _hooks_muted(model), _calls_seen(around):
+    with random_state_kept(), _python_kept(model), _state_kept(model), _hooks_muted(model), _calls_seen(around):
         own: dict[int, Tensor] = {}  # the run gets copies; the same tensor at two places has one copy
 
         def copied(tensor: Tensor) -> Tensor:
@@ -116,8 +118,9 @@ def _record_real(model: nn.Module, inputs: Inputs) -> Recording:
             return own[id(tensor)]
 
         args, kwargs = map_tensors(inputs, copied)
-        with torch.enable_grad():
+        with torch.enable_grad(), _Undo(model) as writes:
             _run(model, args, kwargs)
+        writes.undo()
     return Recording(calls, fakes)
 
 
@@ -151,7 +154,7 @@ def _record_fake(model: nn.Module, inputs: Inputs) -> Recording:
         return out
 
     faked = _faked(inputs, fakes)
-    with random_state_kept(), sandbox(model, fakes, training=False), _hooks_muted(model), _real_masks():
+    with random_state_kept(), _python_kept(model), sandbox(model, fakes, False), _hooks_muted(model), _real_masks():
         with fakes.mode, torch.no_grad(), _calls_seen(around):
             _run(model, *faked)
     return Recording(calls, fakes)
@@ -244,6 +247,47 @@ def _hooks_muted(model: nn.Module) -> Iterator[None]:
         for hooks, content in saved:
             hooks.clear()
             hooks.update(content)
+
+
+class _Undo(TorchDispatchMode):
+    """Keeps what a tensor of the model held before a run first writes into it: such as an Embedding with max_norm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        held = [*model.parameters(), *(v for m in model.modules() for v in tensors(list(vars(m).values())))]
+        self._protected = {tensor.untyped_storage()._cdata: tensor for tensor in held}
+        self._kept: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for spec, value in zip(func._schema.arguments, args, strict=False):
+                written = spec.alias_info is not None and spec.alias_info.is_write
+                for tensor in tensors(value) if written else ():
+                    whole = self._protected.get(tensor.untyped_storage()._cdata)
+                    if whole is not None and id(whole) not in self._kept:
+                        self._kept[id(whole)] = (whole, whole.detach().clone(), whole._version)
+        return func(*args, **kwargs)
+
+    def undo(self) -> None:
+        for tensor, content, version in self._kept.values():
+            with torch.no_grad():
+                tensor.detach().copy_(content)
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+@contextlib.contextmanager
+def _python_kept(model: nn.Module) -> Iterator[None]:
+    """Lists, dicts and objects that hang on the modules hold afterwards what they held; generators go on from there."""
+    generators = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    snapshot = Snapshot(model.modules(), ())
+    try:
+        yield
+    finally:
+        snapshot.restore()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 @contextlib.contextmanager

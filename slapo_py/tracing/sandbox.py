@@ -119,6 +119,17 @@ def changed_container(module: nn.Module, before: dict[str, Any]) -> str | None:
     return None
 
 
+def changed_attribute(module: nn.Module, before: dict[str, Any]) -> str | None:
+    """The first attribute that a forward has made, deleted or replaced since `before`, past `__setattr__`."""
+    now = module.__dict__
+    for name in [*now, *before]:
+        if name.startswith("_") or name == "training" or isinstance(before.get(name), (torch.Tensor, _Held)):
+            continue
+        if name not in before or name not in now or now[name] is not before[name]:
+            return name
+    return None
+
+
 def _restore(module: nn.Module, state: dict[str, Any]) -> None:
     attributes = module.__dict__
     attributes.clear()

@@ -70,6 +70,8 @@ def _arithmetic(name: str, op: Callable[[Any, Any], Any], swapped: bool) -> Call
 
     def method(self: Size, other: Any) -> Any:
         value = plain(self, other)
+        if value is NotImplemented:
+            self._log("==", int.__int__(self), True)  # python goes on with plain numbers
         if type(value) is not int or not self.capture.active:
             return value
         left, right = (other, self) if swapped else (self, other)
@@ -84,7 +86,9 @@ def _comparison(name: str, sign: str) -> Callable[[Size, Any], Any]:
 
     def method(self: Size, other: Any) -> Any:
         result = plain(self, other)
-        if result is not NotImplemented:
+        if result is NotImplemented:
+            self._log("==", int.__int__(self), True)
+        else:
             self._log(sign, other, result)
         return result
 
@@ -106,7 +110,7 @@ ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}
 _COMPARISONS = {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "eq": "==", "ne": "!="}
 _ESCAPES = ["int", "float", "hash", "truediv", "rtruediv", "pow", "rpow", "divmod", "rdivmod", "and", "rand", "or",
             "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift", "invert", "abs", "round", "trunc", "floor",
-            "ceil"]  # fmt: skip
+            "ceil", "str", "repr", "format"]  # fmt: skip
 for _name in ARITHMETIC:
     setattr(Size, f"__{_name}__", _arithmetic(f"__{_name}__", getattr(operator, _name), False))
     setattr(Size, f"__r{_name}__", _arithmetic(f"__r{_name}__", getattr(operator, _name), True))

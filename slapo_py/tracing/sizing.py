@@ -42,6 +42,15 @@ class SizeNames:
         """The sizes that were the same in both recordings."""
         return ((expr, n) for expr, n, m in self._dims if n == m)
 
+    def is_fixed(self, node: object) -> bool:
+        """Whether a size follows from sizes of arguments that are guarded to stay. Equal twice is not enough."""
+        if not isinstance(node, fx.Node):
+            return True
+        if node.target in _SIGNS or node.target is operator.neg:
+            return all(map(self.is_fixed, node.args))
+        expr = self._exact(node)
+        return expr is not None and any(expr == fixed for fixed, _ in self.fixed())
+
     def of(self, node: fx.Node) -> str | None:
         """The expression of a size over the arguments, or None."""
         return self._exact(node) or self._concluded(node)
@@ -59,12 +68,16 @@ class SizeNames:
             base, index = self._place(node.args[0].args[0]), node.args[1]  # type: ignore[arg-type]
         else:
             return None
-        return f"{base}.shape[{index}]" if base and not base.startswith("self") else None
+        return f"{base}.shape[{index}]" if base else None
 
     def _concluded(self, node: fx.Node) -> str | None:
         if node not in self._second:
             return None
-        expr = self._candidate(self._second[node])
+        first, second = self._second[node]
+        if first == second:  # constant as far as we know: checked like any other conclusion
+            self.checked[node] = repr(first)
+            return repr(first)
+        expr = self._candidate((first, second))
         if expr is not None:
             name = next((known for known, text in self.locals.items() if text == expr), f"_size{len(self.locals)}")
             self.locals[name] = expr

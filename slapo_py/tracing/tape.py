@@ -15,7 +15,15 @@ from slapo_py.tracing.structure import structure_of
 from slapo_py.tracing.values import Tensor, opaque_methods, tensors
 
 _READS_RANK = {"dim", "ndimension"}
-_READS_LAYOUT = {"is_contiguous", "stride", "storage_offset", "data_ptr", "untyped_storage", "is_set_to"}
+_READS_LAYOUT = {
+    "is_contiguous",
+    "stride",
+    "storage_offset",
+    "data_ptr",
+    "untyped_storage",
+    "is_set_to",
+    "is_contiguous(memory_format)",
+}
 _READS_DTYPE = {"is_floating_point", "is_complex", "element_size", "type"}
 _PLAIN_PROPERTIES = {"is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu"}
 
@@ -50,6 +58,8 @@ class Tape(Bindings):
         self.globals: dict[tuple[str, tuple[Any, ...]], Any] = {}
         self.children: dict[fx.Node, Any] = {}
         """The structure that each call of a submodule gave back."""
+        self.lengths: dict[fx.Node, int] = {}
+        """How many parts each operation gave that gives several; a size may decide."""
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.leaves = {id(module) for name, module in root.named_modules() if name and is_leaf(name, module)}
         self.reads: Reads = {}

@@ -1,7 +1,7 @@
 """The tracer of one schedule: records on demand, captures each kind of module once, and puts traces on modules."""
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,11 +11,11 @@ from slapo_py.scheduled import bare, dress, undress
 from slapo_py.tracing.align import same
 from slapo_py.tracing.assemble import Assembly, SizeDependent
 from slapo_py.tracing.held import Held
-from slapo_py.tracing.reads import ABSENT
+from slapo_py.tracing.reads import ABSENT, At
 from slapo_py.tracing.recorder import Call, Recording, normalize_inputs, record, vary
 from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.trace import Trace, trace_of
-from slapo_py.tracing.values import signature, structure
+from slapo_py.tracing.values import Tensor, signature, structure
 
 
 class Tracer:
@@ -106,8 +106,8 @@ class Tracer:
                 "trace a module around it, or give example inputs that reach it"
             )
         seconds = [(other.calls[path], other.fakes) for other in self._second_recordings() if path in other.calls]
-        other_kinds = [one for one in seconds if not _comparable(call, one[0])]
-        seconds = [one for one in seconds if one not in other_kinds]
+        alike = [one for one in seconds if _comparable(call, one[0])]
+        other_kinds, seconds = len(seconds) - len(alike), alike
         notes = []
         if other_kinds and len(self._inputs) > 1:
             notes.append("another example calls this module with other arguments (None for a tensor, say): not covered")
@@ -154,10 +154,17 @@ class Tracer:
         )
         own = tuple(
             (name, tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad)
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+            for name, tensor in [*module.named_parameters(), *module.named_buffers(), *_plain_tensors(module)]
         )
         given = tuple(signature((call.args, call.kwargs)) for call in calls)
         return (bare(module), given, children, own, flatten, leaves)
+
+
+def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, one in module.named_modules():
+        for name, value in vars(one).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}", value
 
 
 def _comparable(a: Call, b: Call) -> bool:
@@ -174,6 +181,8 @@ def _reads_hold(module: nn.Module, trace: Trace) -> bool:
             now: Any = getattr(eval(owner, scope), name, ABSENT)
             if isinstance(value, Held):
                 now = value if value.matches(now) else now
+            elif isinstance(value, At):
+                now = value if now is eval(value.expr, scope) else now
             elif name == "_modules":
                 now = len(now)
         except (AttributeError, KeyError):

@@ -4,7 +4,10 @@ Everything patched here is patched for the time of one capture and put back afte
 """
 
 import builtins
+import copy
 import logging
+import sys
+import threading
 import types
 import warnings
 from typing import Any
@@ -19,7 +22,7 @@ from slapo_py.scheduled import bare
 from slapo_py.tracing.function_call import FunctionCall
 from slapo_py.tracing.held import Held
 from slapo_py.tracing.huggingface import COLLECTING_FLAG, collect, collected
-from slapo_py.tracing.reads import ABSENT, dotted
+from slapo_py.tracing.reads import ABSENT, At, dotted
 from slapo_py.tracing.source import where
 from slapo_py.tracing.tape import Tape
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
@@ -32,6 +35,14 @@ _GLOBAL_QUERIES = {
     "torch.get_autocast_dtype": (torch, "get_autocast_dtype"),
     "torch.get_autocast_gpu_dtype": (torch, "get_autocast_gpu_dtype"),
 }
+_REFUSED = (
+    (torch, "set_rng_state", "sets the state of torch's generator"),
+    (torch.random, "set_rng_state", "sets the state of torch's generator"),
+    (torch, "set_default_dtype", "sets the default dtype"),
+    (torch.nn.attention, "_sdpa_kernel", "chooses attention kernels"),
+    (torch.autograd.graph.saved_tensors_hooks, "__enter__", "enters saved_tensors_hooks"),
+    (nn.Module, "__delattr__", "deletes an attribute"),
+)
 _OWN_OF_MODULE = frozenset(nn.Module().__dict__) - {"training"}
 _ABSENT_OWNER = object()
 
@@ -87,6 +98,7 @@ class Watch:
     # ---- modules ---------------------------------------------------------------------------------------------------
     def _patch_modules(self) -> None:
         capture, paths, note = self.capture, self.capture.paths, self._note
+        thread, plain_call = threading.get_ident(), nn.Module.__call__
         plain_read, slow_read, plain_write = object.__getattribute__, nn.Module.__getattr__, nn.Module.__setattr__
 
         def read(module: nn.Module, name: str) -> Any:
@@ -116,10 +128,12 @@ class Watch:
             plain_write(module, name, value)
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread or id(module) not in paths:
+                return plain_call(module, *args, **kwargs)  # another model, or another thread: none of our business
             plain: Any = bare(module).forward
             forward = module.__dict__.get("forward") or plain.__get__(module)
             if not capture.active or id(module) not in capture.leaves:
-                if capture.active and id(module) in paths:
+                if capture.active:
                     capture.inlined.add(paths[id(module)])
                 out = forward(*args, **kwargs)
             else:
@@ -149,13 +163,26 @@ class Watch:
         if isinstance(value, (*SIMPLE, *FUNCTIONS)) or is_plain(value) or value is ABSENT:
             if isinstance(value, types.FunctionType) and name == "forward":
                 return
-            self.capture.reads.setdefault((expr, name), value.copy() if isinstance(value, (list, dict, set)) else value)
-        elif isinstance(value, (nn.Module, Tensor, types.MethodType, types.ModuleType, torch.Generator)):
+            self.capture.reads.setdefault((expr, name), copy.deepcopy(value))
+        elif isinstance(value, nn.Module):  # one that is no child by this name: which one is it?
+            if id(value) in self.capture.paths:
+                self.capture.reads.setdefault((expr, name), At("self" + dotted(self.capture.paths[id(value)])))
+        elif isinstance(value, types.MethodType):
+            if name in object.__getattribute__(value.__self__, "__dict__") or name in self._own_names(expr):
+                self.capture.reads.setdefault((expr, name), value)  # set on the object: not its class's
+        elif isinstance(value, Tensor):
+            if not expr.endswith("]") and expr != "self":
+                self.capture.inside_objects[id(value)] = f"{expr}.{name}"
+        elif isinstance(value, (types.ModuleType, torch.Generator)):
             return
         elif isinstance(value, (list, tuple, dict, set, frozenset)):
             self.capture.reads.setdefault((expr, name), Held(value))
         elif not self.capture.is_bound(value):
             self._watch_object(value, f"{expr}.{name}")
+
+    def _own_names(self, expr: str) -> set[str]:
+        owner = eval(expr, {"self": self.capture.root})
+        return set(object.__getattribute__(owner, "__dict__"))
 
     # ---- plain objects (configs) -----------------------------------------------------------------------------------
     def _watch_object(self, value: Any, expr: str) -> None:
@@ -164,6 +191,8 @@ class Watch:
             return
         self._objects[id(value)] = (value, expr)
         cls = type(value)
+        if expr.rpartition(".")[2] != "config":  # a config is told by its entries
+            self.capture.reads.setdefault((expr, "__class__"), cls)
         if any(owner is cls and name == "__getattribute__" for owner, name, _ in self._saved):
             return
         plain_read: Any = cls.__getattribute__
@@ -195,6 +224,9 @@ class Watch:
             self._patch(cls, "__setattr__", write)
         except TypeError:  # a class of the interpreter's: it can't be watched, so its identity is what counts
             self._saved.pop()
+            if hasattr(value, "__dict__") and is_plain(vars(value)):
+                self.capture.reads.setdefault((expr, "__dict__"), copy.deepcopy(vars(value)))
+                return
             head, _, name = expr.rpartition(".")
             self.capture.reads.setdefault((head, name), value)
 
@@ -252,6 +284,17 @@ class Watch:
                 raise TraceError(f"the forward enters torch.inference_mode at {where()}; use torch.no_grad")
             return inference(context)
 
+        def refused(plain: Any, what: str) -> Any:
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                if capture.active and threading.get_ident() == thread:
+                    raise TraceError(f"the forward {what} at {where()}: a graph would not; leave this module untraced")
+                return plain(*args, **kwargs)
+
+            return refuse
+
+        thread = threading.get_ident()
+        for owner, name, what in _REFUSED:
+            self._patch(owner, name, refused(getattr(owner, name), what))
         self._patch(torch.autocast, "__enter__", enter_autocast)
         self._patch(torch.autocast, "__exit__", leave_autocast)
         self._patch(torch.inference_mode, "__enter__", enter_inference)
@@ -268,8 +311,13 @@ class Watch:
 
             return query
 
+        homes = {bare(module).__module__ for module in capture.root.modules()}
         for key, (owner, name) in _GLOBAL_QUERIES.items():
-            self._patch(owner, name, watched(key, getattr(owner, name)))
+            plain = getattr(owner, name)
+            self._patch(owner, name, watched(key, plain))
+            for home in homes:  # where it was imported by name
+                if vars(sys.modules.get(home, types)).get(name) is plain:
+                    self._patch(sys.modules[home], name, watched(key, plain))
         # under a capture every tensor has a torch function; the forward must take the road of a real run
         has_function = torch.overrides.has_torch_function
         self._patch(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py import History, Schedule
-from slapo_py.tracing.trace import misses
+from slapo_py.tracing import trace_of
 from tests.laws import steps
 from tests.models import ids, net, tiny_gpt2
 from tests.running import record
@@ -129,7 +129,7 @@ def sequences(model: Model) -> st.SearchStrategy[list[Call]]:
     known = calls(model)
     primitives = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
     return st.lists(
-        st.sampled_from(primitives).flatmap(lambda name: st.sampled_from(known[name])), min_size=1, max_size=8
+        st.sampled_from(primitives).flatmap(lambda name: st.sampled_from(known[name])), min_size=2, max_size=8
     )
 
 
@@ -157,7 +157,10 @@ def outcome(sch: Schedule, model: Model) -> dict[str, Tensor]:
     """Outputs, gradients, buffers and the random state in train and in eval mode, and the calls that traces missed."""
     found = {f"train: {name}": value for name, value in record(sch.module, model.inputs, train=True, seed=3).items()}
     found |= {f"eval: {name}": value for name, value in record(sch.module, model.inputs, train=False).items()}
-    found |= {f"misses of {path!r}": torch.tensor(count) for path, count in misses(sch.module).items()}
+    for path, module in sch.module.named_modules():
+        trace = trace_of(module)
+        for guard, count in sorted(trace.missed_guards(module).items() if trace else ()):
+            found[f"misses of {path!r} for {guard}"] = torch.tensor(count)
     return found
 
 

@@ -527,3 +527,14 @@ def test_a_function_as_policy() -> None:
     for a, b in zip(run(sch.module, {"ids": ids()}), run(sch.original, {"ids": ids()})):
         assert equal(a, b)
     assert torch.ops.aten.addmm.default in asked
+
+
+def test_a_parameter_written_into_before_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    sch = slapo.create_schedule(model)
+    sch["0"].checkpoint()
+    loss = sch.module(torch.randn(2, 4)).sum()
+    with torch.no_grad():
+        model[0].bias.sub_(1.0)
+    with pytest.raises(RecomputeError, match=r'checkpoint at "0": a parameter of Linear was written into between'):
+        loss.backward()

@@ -1,7 +1,12 @@
 """What can't become a static graph is refused, with the user's file and line, and nothing is left changed."""
 
+import contextlib
+import dataclasses
+import functools
 import logging
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +85,41 @@ def writes_field(self, x):
 SEEN: list[Any] = []
 
 
+class Box:
+    def __init__(self) -> None:
+        self.t = torch.ones(8)
+
+
+@dataclasses.dataclass
+class Doubled:
+    a: Any
+
+    def __post_init__(self) -> None:
+        self.a = self.a * 2
+
+
+def hooks_a_tensor(self, x):
+    y = self.a(x)
+    y.register_hook(lambda grad: grad * 0)
+    return y
+
+
+def forks(self, x):
+    with torch.random.fork_rng(devices=[]):
+        torch.rand(1)
+    return x
+
+
+def chooses(self, x):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def past_setattr(self, x):
+    self.__dict__["n"] = self.__dict__["n"] + 1
+    return x * 2
+
+
 def appends(self, x):
     SEEN.append(x)
     return x * 2
@@ -107,6 +147,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a field of an object": (writes_field, {"state": State()}, rf"sets \.factor of self\.state at .*{HERE}"),
     "a global list": (appends, {}, r"changes 'SEEN' outside itself: a graph would not"),
     "a value from elsewhere": (tick, {}, rf"a value at .*{HERE} is another one in each run although"),
+    "a tensor in an object": (lambda self, x: x * self.box.t, {"box": Box()}, rf"self\.box\.t, which an object .*{HERE}: reg"),
+    "a hook on a tensor": (hooks_a_tensor, {"a": linear()}, rf"calls \.register_hook\(\) of a tensor at .*{HERE}"),
+    "forked randomness": (forks, {}, rf"sets the state of torch's generator at .*{HERE}"),
+    "a choice of kernels": (chooses, {}, rf"chooses attention kernels at .*{HERE}"),
+    "an attribute past setattr": (past_setattr, {"n": 0}, r"changes the attribute self\.n: a graph would not"),
+    "a record with __post_init__": (lambda self, x: Doubled(x), {}, r"dataclass Doubled, which has a __post_init__, is"),
+    "a memory format": (lambda self, x: x if x.is_contiguous(memory_format=torch.contiguous_format) else -x, {},
+                        rf"reads \.is_contiguous\(memory_format\) of a tensor at .*{HERE}"),
     "container": (logs, {"seen": []}, r"changes the container self\.seen: a graph would not"),
     "inference mode": (inference, {}, rf"enters torch\.inference_mode at .*{HERE}; use torch\.no_grad"),
     "own checkpoint": (own_checkpoint, {"a": linear()}, rf"calls torch\.utils\.checkpoint itself at .*{HERE}; take that"),
@@ -151,6 +199,79 @@ def test_a_container_among_the_arguments_that_the_forward_changes() -> None:
 
     with pytest.raises(TraceError, match=r"changes the container that is given as seen: a graph would not"):
         traced(module(forward), (X, {}), (Y, {}))
+
+
+def test_an_iterator_among_the_arguments() -> None:
+    model = module(lambda self, x: self.b(x, iter([2.0, 3.0])), b=module(lambda self, x, it: x * next(it)))
+    sch = slapo.create_schedule(model, example_inputs=[(X,), (Y,)])
+    with pytest.raises(TraceError, match=r"the argument it is an iterator, which a call uses up: give a list"):
+        sch["b"].trace()
+
+
+def test_flattening_over_hooks() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model[0].register_forward_hook(lambda m, a, out: out + 1)
+    sch = slapo.create_schedule(model, example_inputs=[(X,), (Y,)])
+    with pytest.raises(slapo.errors.StepError, match=r"would bypass the hooks on '0'.*leaves=\['0'\]"):
+        sch.trace(flatten=True)
+    sch.trace(flatten=True, leaves=["0"])
+    assert torch.equal(sch.module(X), model(X))
+
+
+def test_a_recording_leaves_tensors_generators_and_lists_alone() -> None:
+    def forward(self, ids):
+        self.log.append(1)
+        self.total.add_(1)
+        return self.fc(self.emb(ids)) + torch.rand(8, generator=self.generator) + self.total
+
+    model = module(
+        forward, emb=nn.Embedding(10, 8, max_norm=0.5), fc=linear(), log=[], generator=torch.Generator(), lists=[[0]]
+    )
+    model.total = torch.zeros(8)
+    weight, state = model.emb.weight.detach().clone(), model.generator.get_state()
+    before = fingerprint(model)
+    sch = slapo.create_schedule(model, example_inputs=(torch.arange(6).reshape(2, 3),))
+    sch["fc"].trace()
+    assert torch.equal(model.emb.weight, weight) and torch.equal(model.generator.get_state(), state)
+    assert model.total.tolist() == [0.0] * 8 and model.log == [] and sch.module.log == []
+    assert fingerprint(model) == before
+
+
+@functools.cache
+def lower(n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones(n, n, dtype=dtype).tril()
+
+
+def test_a_cache_of_the_users_keeps_no_fake_tensors() -> None:
+    cls = type("Cached", (nn.Module,), {"__module__": __name__, "forward": lambda self, x: x @ lower(8, x.dtype)})
+    with contextlib.suppress(TraceError):
+        slapo.create_schedule(cls(), example_inputs=[(X,), (Y,)]).trace()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert type(lower(8, dtype)) is torch.Tensor
+
+
+def test_another_thread_keeps_its_hooks_while_one_traces() -> None:
+    class Slow(nn.Module):
+        def forward(self, x: Any) -> Any:
+            time.sleep(0.05)
+            return x * 2
+
+    other = linear()
+    other.register_forward_hook(lambda m, a, out: out * 2)
+    expected, wrong, stop = other(X), [], threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            wrong.extend([1] if not torch.equal(other(X), expected) else [])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        slapo.create_schedule(Slow(), example_inputs=[(X,), (Y,)]).trace()
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
 
 
 def test_no_example_inputs() -> None:

@@ -96,6 +96,35 @@ def test_one_that_differs_is_told_apart(change: Callable[[Any], None], glob: str
     assert groups(model, glob) == [[0, 2], [1]]
 
 
+def test_objects_and_references_tell_modules_apart() -> None:
+    class Acts(nn.Module):
+        def __init__(self, act: Any, first: bool) -> None:
+            super().__init__()
+            self.act, self.a, self.b = act, nn.Linear(8, 8), nn.Linear(8, 8)
+            object.__setattr__(self, "chosen", self.a if first else self.b)
+
+        def forward(self, x: Any) -> Any:
+            return self.act(self.chosen(self.b(self.a(x))))
+
+    class Double:
+        def __call__(self, x: Any) -> Any:
+            return x * 2
+
+    class Triple(Double):
+        def __call__(self, x: Any) -> Any:
+            return x * 3
+
+    model = nn.Sequential(Acts(Double(), True), Acts(Triple(), True), Acts(Double(), False), Acts(Double(), True))
+    x = torch.randn(4, 8, requires_grad=True)
+    sch = slapo.create_schedule(model, example_inputs=(x,))
+    sch.select("*").trace()
+    assert torch.equal(sch.module(x), model(x))
+    assert len({id(trace_of(place.module)) for place in sch}) == 3
+    sch["0"].configure(act=Triple())
+    model[0].act = Triple()
+    assert torch.equal(sch.module(x), model(x))
+
+
 def test_shared_modules_of_albert() -> None:
     config = hf.AlbertConfig(
         vocab_size=128, hidden_size=64, embedding_size=32, intermediate_size=128, num_hidden_layers=3,
