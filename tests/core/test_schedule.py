@@ -299,3 +299,8 @@ def test_blame_lists_the_steps_that_touched_a_place(sch: Schedule) -> None:
     assert sch.blame() == sch.history
     assert isinstance(sch.blame("norm"), History)
     assert len(sch.blame("norm")) == 0
+
+
+def test_undo_of_nothing() -> None:
+    with pytest.raises(ArgumentError, match=r"undo\(1\): the history is empty; there is no step to take back"):
+        slapo.create_schedule(net()).undo()

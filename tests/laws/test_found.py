@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py import Primitive, Schedule
-from slapo_py.errors import TraceError
+from slapo_py.errors import StepError, TraceError
 from slapo_py.tracing.trace import misses
 from tests.laws.models import OwnConfig
 from tests.running import differences, record
@@ -92,6 +92,17 @@ def test_a_refused_trace_is_not_held_against_its_like() -> None:
     sch.undo(2)
     with pytest.raises(TraceError, match="at .1. .*reads the value of a tensor"):
         sch["1"].trace()
+
+
+def test_a_refused_flattening_is_not_taken_for_another() -> None:
+    sch = slapo.create_schedule(Caller(), X)
+    sch["scaled"].checkpoint()
+    with pytest.raises(StepError, match="flattening would bypass what was done at 'scaled'"):
+        sch.trace(flatten=True)
+    sch.undo()
+    sch.trace(flatten=True)
+    assert torch.equal(sch.module(X), sch.original(X))
+    assert misses(sch.module) == {}
 
 
 class Configured(nn.Module):

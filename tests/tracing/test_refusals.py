@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import slapo_py as slapo
 from slapo_py.errors import NoExampleInputs, TraceError
+from slapo_py.tracing import Tracer
 from tests.fingerprint import fingerprint, global_state
 from tests.tracing.modules import linear, module, traced
 
@@ -199,6 +200,67 @@ def test_a_container_among_the_arguments_that_the_forward_changes() -> None:
 
     with pytest.raises(TraceError, match=r"changes the container that is given as seen: a graph would not"):
         traced(module(forward), (X, {}), (Y, {}))
+
+
+def look(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def around(self: Any, x: Any, extra: Any = None) -> Any:
+        return forward(self, x)
+
+    return around
+
+
+class ByMode(nn.Module):
+    @property
+    def factor(self) -> float:
+        return 2.0 if self.training else 3.0
+
+    def forward(self, x: Any) -> Any:
+        return x * self.factor
+
+
+def only_real(self, x):
+    if type(x) is not torch.Tensor:
+        raise ValueError("only real ones")
+    return x * 2
+
+
+def unseen(self, x):
+    with torch._C.DisableTorchFunction():
+        y = x * 2
+    return y + 1
+
+
+def sized(self, x):
+    return lower(int(x.shape[0]), torch.float32) @ x
+
+
+RARE: dict[str, tuple[nn.Module, Any, str]] = {
+    "a value that is another in train": (ByMode(), [(X,), (Y,)], r"self\.factor with another value in train than in eval"),
+    "an idle comparison": (module(lambda self, x: x * 2 if x.shape[0] > 4 or True else x), [(X,), (Y,)],
+                           r"a comparison of sizes comes out differently at the second input size"),
+    "a check for real tensors": (module(only_real), [(X,), (Y,)], r"failed on fake tensors at .*: ValueError: only real"),
+    "an unseen operation": (module(unseen), [(X,), (Y,)], r"comes from an operation that torch does not show"),
+    "a wrapper with more arguments": (module(look(lambda self, x: x * 2)), {"x": X, "extra": 1},
+                                      r"the recorded call does not fit the forward's signature"),
+    "a cached tensor of each size": (module(sized), [(X,), (Y,)], r"a tensor from outside the module, which is another"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RARE)
+def test_rare(case: str) -> None:
+    model, inputs, message = RARE[case]
+    lower.cache_clear()
+    sch = slapo.create_schedule(model, example_inputs=inputs)
+    with pytest.raises(TraceError, match=message):
+        sch.trace()
+
+
+def test_a_forward_on_the_object_past_the_primitive() -> None:
+    model = linear()
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(TraceError, match=r"hides the forward of its class; delete it first"):
+        Tracer(lambda: model, (X,)).trace("")
 
 
 def test_an_iterator_among_the_arguments() -> None:
