@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TYPES := build/types
 PYTEST_ARGS ?=
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # The tested versions, also for what pip builds on the way.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
@@ -26,11 +27,16 @@ help:
 quickstart: $(VENV)/.ready-examples
 	$(BIN)/python examples/quickstart.py
 
+# Two processes run the tests, file by file; what refusals they met is looked at when both are done.
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	rm -rf build/refusals
+	$(PYTEST) -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(PYTEST) tests/test_every_refusal.py)
 
 test-all: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow or not slow" $(PYTEST_ARGS)
+	rm -rf build/refusals
+	$(PYTEST) -n 2 --dist loadfile -m "slow or not slow" $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,$(PYTEST) tests/test_every_refusal.py)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .

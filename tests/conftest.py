@@ -15,6 +15,9 @@ import torch
 
 from tests import refusals
 
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+"""The name of this process, if several run the tests together."""
+
 torch.set_num_threads(1)
 refusals.watch()
 
@@ -24,11 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # What the other tests met is looked at last, and only when they were all asked for.
+    # What the other tests met is looked at last, and only when they were all asked for: by one process at the end of
+    # its own run, or after a run of several, which leave what they met in a folder.
     last = [item for item in items if item.path == config.rootpath / "tests" / "test_every_refusal.py"]
     items[:] = [item for item in items if item not in last]
-    whole = not config.getoption("keyword") and {Path(a).resolve() for a in config.args} <= {config.rootpath / "tests"}
-    if whole:
+    asked = {Path(a).resolve() for a in config.args}
+    whole = not config.getoption("keyword") and asked <= {config.rootpath / "tests"}
+    if asked == {item.path for item in last} or (whole and WORKER is None):
         items.extend(last)
 
     if torch.cuda.is_available():
@@ -36,6 +41,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if WORKER is not None:
+        refusals.write(session.config.rootpath, WORKER)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from slapo_py import errors
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("slapo_py", "primitives", "kernels")
+FOLDER = "build/refusals"
 met: set[tuple[str, int]] = set()
 """(file, line) of every frame that a matched ScheduleError passed, and of the errors that it came from."""
 
@@ -59,10 +61,24 @@ def all_refusals() -> Iterator[tuple[Path, int, int]]:
                     yield path, node.lineno, node.end_lineno or node.lineno
 
 
+def write(root: Path, worker: str) -> None:
+    """Leave what this process met for the one that looks at all."""
+    folder = root / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{worker}.json").write_text(json.dumps(sorted(met)), encoding="utf-8")
+
+
+def _met_by_all() -> set[tuple[str, int]]:
+    found = set(met)
+    for path in (ROOT / FOLDER).glob("*.json"):
+        found |= {(file, line) for file, line in json.loads(path.read_text(encoding="utf-8"))}
+    return found
+
+
 def unmet() -> list[str]:
     """The refusals that no test has matched, as file:line."""
     lines: dict[str, set[int]] = {}
-    for file, line in met:
+    for file, line in _met_by_all():
         lines.setdefault(str(Path(file).resolve()), set()).add(line)
     return [
         f"{path.relative_to(ROOT)}:{first}"

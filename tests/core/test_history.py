@@ -92,7 +92,7 @@ VALUES = [
 ALLOW = ("tests.core.policies", "torch", "builtins", "math")
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: repr(value).partition(" at 0x")[0])
 def test_load_of_save_is_equal_and_the_source_runs(value: Any, tmp_path: Path) -> None:
     h = History([Step("freeze", "blocks.0", (value,), {"note": [value]})])
     h.save(tmp_path / "h.json")
