@@ -13,6 +13,8 @@ import warnings
 from typing import Any
 
 import torch
+import torch.nn.attention
+import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
@@ -294,7 +296,8 @@ class Watch:
 
         thread = threading.get_ident()
         for owner, name, what in _REFUSED:
-            self._patch(owner, name, refused(getattr(owner, name), what))
+            if hasattr(owner, name):  # private names come and go with torch's versions
+                self._patch(owner, name, refused(getattr(owner, name), what))
         self._patch(torch.autocast, "__enter__", enter_autocast)
         self._patch(torch.autocast, "__exit__", leave_autocast)
         self._patch(torch.inference_mode, "__enter__", enter_inference)
