@@ -263,6 +263,13 @@ def test_a_forward_on_the_object_past_the_primitive() -> None:
         Tracer(lambda: model, (X,)).trace("")
 
 
+def test_a_global_list_keeps_no_fake_tensors() -> None:
+    SEEN.clear()
+    with pytest.raises(TraceError, match=r"changes 'SEEN' outside itself"):
+        traced(module(appends), (X,), (Y,))
+    assert [type(one) for one in SEEN] == [torch.Tensor] * 2  # of the two recordings, which are real runs
+
+
 def test_an_iterator_among_the_arguments() -> None:
     model = module(lambda self, x: self.b(x, iter([2.0, 3.0])), b=module(lambda self, x, it: x * next(it)))
     sch = slapo.create_schedule(model, example_inputs=[(X,), (Y,)])
