@@ -100,7 +100,7 @@ def _read_marker(folder: Path) -> dict[str, Any]:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
         if not isinstance(marker["files"], dict):
             raise TypeError("files")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"load: {str(folder)!r} has no {MARKER}: it was not saved by an engine, or not to its end."
         ) from None

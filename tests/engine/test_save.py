@@ -366,6 +366,12 @@ def test_damage_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
     assert full_fingerprint(engine) == before
 
 
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("no folder", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"has no slapo.json: it was not saved by an engine"):
+        make().load(tmp_path / "run")
+
+
 class Wider(TinyLM):
     def __init__(self) -> None:
         super().__init__()
