@@ -1,4 +1,4 @@
-"""What the toolkit itself costs: tracing a very large model, and calling traced modules.
+"""What the toolkit itself costs: tracing a very large model, calling traced modules, finding and replacing patterns.
 
     python benchmarks/bench_toolkit.py [--quick]
 
@@ -7,6 +7,7 @@ Times are medians of paired, alternating runs in one process on one thread; only
 
 import argparse
 import gc
+import importlib.util
 import resource
 import statistics
 import sys
@@ -146,6 +147,14 @@ def guard_cost(module: nn.Module, args: Any, kwargs: Any) -> float:
     return cost[0] - cost[1]
 
 
+def find_table(console: Console, quick: bool) -> None:
+    """find and replace against torch's SubgraphMatcher and replace_pattern, on the same graphs in the same run."""
+    if importlib.util.find_spec("bench_find") is None:
+        return
+    bench_find = importlib.import_module("bench_find")
+    console.print(bench_find.table(quick))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -155,6 +164,7 @@ def main() -> int:
     console = Console()
     size_table(console)
     call_table(console, 9 if options.quick else 41)
+    find_table(console, options.quick)
     return 0
 
 

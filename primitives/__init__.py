@@ -1,9 +1,25 @@
 """The primitives: one a file, named after its method. Importing this registers them all."""
 
 from slapo_py.primitives.annotate import Annotate
+from slapo_py.primitives.attention import Attention
 from slapo_py.primitives.checkpoint import Checkpoint
 from slapo_py.primitives.compile import Compile
 from slapo_py.primitives.configure import Configure
+from slapo_py.primitives.decompose import Decompose
+from slapo_py.primitives.fuse import Fuse
+from slapo_py.primitives.group import Group
+from slapo_py.primitives.replace import Replace
 from slapo_py.primitives.trace import Trace
 
-__all__ = ["Annotate", "Checkpoint", "Compile", "Configure", "Trace"]
+__all__ = [
+    "Annotate",
+    "Attention",
+    "Checkpoint",
+    "Compile",
+    "Configure",
+    "Decompose",
+    "Fuse",
+    "Group",
+    "Replace",
+    "Trace",
+]

@@ -24,6 +24,7 @@ class Annotate(Primitive):
 
     structural = True
     reaches_flattened = True
+    outlives = True
 
     def check(self, place: Schedule, param: str, key: str, value: Any) -> None:
         where = f'annotate at "{place.path}"'

@@ -15,6 +15,7 @@ from slapo_py.places import check_forward
 from slapo_py.primitive import Primitive
 from slapo_py.recompute import PLACES, run
 from slapo_py.registry import register
+from slapo_py.rewriting import check_groups, make_groups
 from slapo_py.schedule import Schedule
 from slapo_py.scheduled import Forward, Layer, dress, layer_of
 
@@ -57,17 +58,24 @@ class Checkpoint(Primitive):
     as it is. A cache among the arguments, batch norm's statistics and other plain state of the module are as if it had
     run once.
 
+    `match`: matches of `sch[path].find(pattern)`, or a pattern for all of its matches: only the operations that they
+    cover are recomputed, each match as a submodule (`checkpoint_0`, ...) of the traced module.
     `policy`: names of operations whose results are kept, such as `["aten.mm", "aten.addmm"]`, or a function
     `(ctx, op, *args, **kwargs) -> torch.utils.checkpoint.CheckpointPolicy`.
 
-    Requires: a module with a forward that is not checkpointed yet. Raises `ArgumentError`, `StepError`; at run time
-    `RecomputeError` if the module writes into its own inputs in place while gradients are recorded.
+    Requires: a module with a forward that is not checkpointed yet; for matches, a traced one. Raises `ArgumentError`,
+    `StepError`, `NoMatchError`, `StaleMatchError`, `TraceError`; at run time `RecomputeError` if the module writes into
+    its own inputs in place while gradients are recorded.
     """
 
     structural = True
 
-    def check(self, place: Schedule, policy: Policy = None) -> None:
+    def check(self, place: Schedule, match: Any = None, policy: Policy = None) -> None:
         where = f'checkpoint at "{place.path}"'
+        _check_policy(where, policy)
+        if match is not None:
+            check_groups(place, match, "checkpoint", "checkpoint")
+            return
         check_forward(place, "checkpoint")
         held = layer_of(place.module, Checkpointed)
         if held is not None:
@@ -75,24 +83,31 @@ class Checkpoint(Primitive):
                 f"{where}: this module is checkpointed already ({held.describe()}). For another policy, "
                 f"take that step back with sch.undo() and write the new call."
             )
-        if policy is None or callable(policy):
-            return
-        if isinstance(policy, str) or not isinstance(policy, Sequence) or not all(isinstance(op, str) for op in policy):
-            shown = f"[{policy!r}]".replace("'", '"') if isinstance(policy, str) else '["aten.mm", "aten.addmm"]'
-            raise ArgumentError(
-                f"{where}: policy must be a function or a list of names of operations, found {policy!r}. "
-                f"Write policy={shown}."
-            )
-        if not policy:
-            raise ArgumentError(f"{where}: policy=[] keeps nothing. Write checkpoint() for that.")
-        for name in policy:
-            if not _find(name):
-                raise ArgumentError(f"{where}: there is no operation {name!r}.{_similar(name)}")
 
-    def apply(self, place: Schedule, policy: Policy = None) -> None:
+    def apply(self, place: Schedule, match: Any = None, policy: Policy = None) -> None:
         kept = policy if policy is None or callable(policy) else tuple(policy)
-        dress(place.module, Checkpointed(kept))
-        PLACES[place.module] = place.path
+        modules = {place.path: place.module}
+        if match is not None:
+            modules = make_groups(place, match, "checkpoint", "checkpoint")
+        for path, module in modules.items():
+            dress(module, Checkpointed(kept))
+            PLACES[module] = path
+
+
+def _check_policy(where: str, policy: Policy) -> None:
+    if policy is None or callable(policy):
+        return
+    if isinstance(policy, str) or not isinstance(policy, Sequence) or not all(isinstance(op, str) for op in policy):
+        shown = f"[{policy!r}]".replace("'", '"') if isinstance(policy, str) else '["aten.mm", "aten.addmm"]'
+        raise ArgumentError(
+            f"{where}: policy must be a function or a list of names of operations, found {policy!r}. "
+            f"Write policy={shown}."
+        )
+    if not policy:
+        raise ArgumentError(f"{where}: policy=[] keeps nothing. Write checkpoint() for that.")
+    for name in policy:
+        if not _find(name):
+            raise ArgumentError(f"{where}: there is no operation {name!r}.{_similar(name)}")
 
 
 def _keep(kept: frozenset[Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -72,11 +72,11 @@ class Compile(Primitive):
                 raise ArgumentError(
                     f"{where}: torch.compile has no option {name!r}.{hint} Options: {', '.join(OPTIONS)}."
                 )
-        _check_choice(where, "backend", options.get("backend"), torch._dynamo.list_backends(None))
+        check_choice(where, "backend", options.get("backend"), torch._dynamo.list_backends(None))
         if options.get("mode") is not None and options.get("options") is not None:
             raise ArgumentError(f"{where}: torch.compile takes either mode= or options=, not both. Leave one out.")
         if options.get("mode") is not None:
-            _check_choice(where, "mode", options["mode"], ["default", *torch._inductor.list_mode_options()])
+            check_choice(where, "mode", options["mode"], ["default", *torch._inductor.list_mode_options()])
         if options.get("options") is not None and not isinstance(options["options"], dict):
             raise ArgumentError(
                 f'{where}: options={options["options"]!r} must be a dict, as in options={{"trace.enabled": True}}.'
@@ -86,7 +86,8 @@ class Compile(Primitive):
         dress(place.module, Compiled(tuple(sorted((name, _hashable(name, value)) for name, value in options.items()))))
 
 
-def _check_choice(where: str, name: str, value: Any, known: list[str]) -> None:
+def check_choice(where: str, name: str, value: Any, known: list[str]) -> None:
+    """Refuse a name that torch.compile does not know, with names like it."""
     if value is None or callable(value) or value in known:
         return
     close = difflib.get_close_matches(str(value), known)

@@ -26,6 +26,7 @@ class Configure(Primitive):
     """
 
     reaches_flattened = True  # the trace above is made anew where it read the attribute
+    outlives = True
 
     def check(self, place: Schedule, **attributes: Any) -> None:
         where = f'configure at "{place.path}"'

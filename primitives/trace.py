@@ -60,7 +60,7 @@ class Trace(Primitive):
                 f"{where}: flattening would bypass the hooks on {', '.join(map(repr, hooked))}. Keep them calls: "
                 f"trace(flatten=True, leaves={hooked!r})."
             )
-        dressed = [path for path in sorted(inlined) if layers(place[path].module)]
+        dressed = [path for path in sorted(inlined) if any(one.rank >= 0 for one in layers(place[path].module))]
         if dressed:
             raise StepError(
                 f"{where}: flattening would bypass what was done at {', '.join(map(repr, dressed))}. Keep them calls: "

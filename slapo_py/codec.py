@@ -1,8 +1,8 @@
 """The arguments of a step as JSON, as Python source, and as keys to compare by value.
 
-What can be written: None, bool, int, float, str, lists, tuples, dicts, torch dtypes and devices, `per_rank`, members
-of importable enums, and importable functions and classes as `package.module:name`. Everything else is a *live*
-object: it can be replayed in this process, but not saved.
+What can be written: None, bool, int, float, str, lists, tuples, dicts, torch dtypes and devices, members of importable
+enums, importable functions and classes as `package.module:name`, and the language's own value classes (`per_rank`, a
+pattern, a parameter map). Everything else is a *live* object: it can be replayed in this process, but not saved.
 """
 
 import enum
@@ -11,20 +11,65 @@ import json
 import math
 import sys
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from slapo_py.errors import HistoryError
+from slapo_py.errors import HistoryError, ScheduleError
 
 Json = Any
 TAG = "$"
 
 
+class Value:
+    """A frozen dataclass that can be an argument of a step: its fields are saved, and it can be written as source."""
+
+    tag: ClassVar[str] = ""
+
+    def written(self, write: Callable[[Any], str]) -> str:
+        """Python source that makes an equal value, with the package as `slapo`; `write` writes a field."""
+        raise TypeError(f"{type(self).__name__} does not say how it is written")
+
+
+V = TypeVar("V", bound=type[Value])
+_VALUES: dict[str, type[Value]] = {}
+
+
+def value(tag: str) -> Callable[[V], V]:
+    """Let a frozen dataclass be saved in histories, under this tag."""
+
+    def decorate(cls: V) -> V:
+        cls.tag = tag
+        _VALUES[tag] = cls
+        return cls
+
+    return decorate
+
+
+class Handle:
+    """A live object that a user passes to a primitive, and that stands for a value: a match, say."""
+
+    def recorded(self, place: Any) -> Any:
+        """The value to record in its stead, at this place. Raises `ScheduleError` if it no longer stands for any."""
+        raise TypeError(f"{type(self).__name__} does not say what it stands for")
+
+
+def recorded(given: Any, place: Any) -> Any:
+    """Arguments with each handle in them replaced by what it stands for."""
+    if isinstance(given, Handle):
+        return given.recorded(place)
+    if type(given) in (list, tuple):
+        return type(given)(recorded(one, place) for one in given)
+    if type(given) is dict:
+        return {name: recorded(one, place) for name, one in given.items()}
+    return given
+
+
+@value("per_rank")
 @dataclass(frozen=True)
-class PerRank:
+class PerRank(Value):
     """A value of `configure` that stays as it is in the schedule and is divided over a mesh axis by `build`."""
 
     axis: str
@@ -33,8 +78,11 @@ class PerRank:
         if not isinstance(self.axis, str) or not self.axis.isidentifier():
             raise HistoryError(f'per_rank({self.axis!r}): needs the name of a mesh axis, as in per_rank("tp").')
 
+    def written(self, write: Callable[[Any], str]) -> str:
+        return f"slapo.per_rank({write(self.axis)})"
+
     def __repr__(self) -> str:
-        return f"slapo.per_rank({self.axis!r})".replace("'", '"')
+        return self.written(_quoted)
 
 
 def per_rank(axis: str) -> PerRank:
@@ -68,7 +116,12 @@ def importable_name(value: Any) -> str | None:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    return f"{module}:{name}" if found is value else None
+    return f"{module}:{name}" if found is value or _stands_for(found, value) else None
+
+
+def _stands_for(found: Any, function: Any) -> bool:
+    """Whether a decorator has put a value with this function as its only field in the function's place."""
+    return isinstance(found, Value) and [getattr(found, one.name) for one in fields(found)] == [(function,)]  # type: ignore[arg-type]
 
 
 def _is_dotted(name: Any) -> bool:
@@ -94,8 +147,8 @@ def encode(value: Any) -> Json:
         return {TAG: "dtype", "name": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
         return {TAG: "device", "name": str(value)}
-    if isinstance(value, PerRank):
-        return {TAG: "per_rank", "axis": value.axis}
+    if isinstance(value, Value):
+        return {TAG: value.tag, **{one.name: encode(getattr(value, one.name)) for one in fields(value)}}  # type: ignore[arg-type]
     name = importable_name(value)
     if name is not None:
         return {TAG: "object", "name": name}
@@ -104,7 +157,7 @@ def encode(value: Any) -> Json:
 
 _FIELDS = {
     "float": ("value", str), "tuple": ("items", list), "dict": ("items", list), "dtype": ("name", str),
-    "device": ("name", str), "per_rank": ("axis", str), "object": ("name", str),
+    "device": ("name", str), "object": ("name", str),
 }  # fmt: skip
 
 
@@ -117,8 +170,11 @@ def verify(given: Json, allow: Sequence[str]) -> None:
             verify(one, allow)
         return
     kind = given.get(TAG)  # JSON has only dicts left
+    if isinstance(kind, str) and kind in _VALUES:
+        _verify_value(kind, given, allow)
+        return
     if not isinstance(kind, str) or kind not in _FIELDS:
-        raise HistoryError(f"found a value of unknown kind {kind!r}; known kinds: {', '.join(_FIELDS)}")
+        raise HistoryError(f"found a value of unknown kind {kind!r}; known kinds: {', '.join([*_FIELDS, *_VALUES])}")
     field, wanted = _FIELDS[kind]
     if set(given) != {TAG, field} or type(given[field]) is not wanted:
         raise HistoryError(f"a {kind} needs exactly the field {field!r} with a {wanted.__name__}, found {given!r}")
@@ -138,8 +194,6 @@ def verify(given: Json, allow: Sequence[str]) -> None:
         getattr(torch, content, None) if content.isidentifier() else None, torch.dtype
     ):
         raise HistoryError(f"torch has no dtype {content!r}")
-    elif kind == "per_rank" and not content.isidentifier():
-        raise HistoryError(f"{content!r} is no name of a mesh axis")
     elif kind == "device":
         try:
             torch.device(content)
@@ -157,12 +211,28 @@ def verify(given: Json, allow: Sequence[str]) -> None:
             )
 
 
+def _verify_value(kind: str, given: dict[str, Json], allow: Sequence[str]) -> None:
+    wanted = {one.name for one in fields(_VALUES[kind])}  # type: ignore[arg-type]
+    if set(given) != {TAG, *wanted}:
+        raise HistoryError(f"a {kind} needs exactly the fields {sorted(wanted)}, found {given!r}")
+    for name in wanted:
+        verify(given[name], allow)
+
+
 def decode(given: Json) -> Any:
     """What `encode` wrote -> the value. Only after `verify`: this imports the modules that objects lie in."""
     if type(given) is list:
         return [decode(one) for one in given]
     if type(given) is not dict:
         return given
+    if given[TAG] in _VALUES:
+        cls = _VALUES[given[TAG]]
+        try:
+            return cls(**{one.name: decode(given[one.name]) for one in fields(cls)})  # type: ignore[arg-type]
+        except HistoryError:
+            raise
+        except ScheduleError as error:  # a class that checks what it is given
+            raise HistoryError(str(error)) from error
     kind, content = given[TAG], given[_FIELDS[given[TAG]][0]]
     if kind == "float":
         return float(content)
@@ -174,8 +244,6 @@ def decode(given: Json) -> Any:
         return getattr(torch, content)
     if kind == "device":
         return torch.device(content)
-    if kind == "per_rank":
-        return PerRank(content)
     return _imported(content)
 
 
@@ -190,6 +258,10 @@ def _imported(name: str) -> Any:
         found = vars(found).get(part) if isinstance(found, types.ModuleType) else getattr(found, part, None)
         if found is None or isinstance(found, types.ModuleType):
             raise HistoryError(f"{name!r}: module {module!r} defines no {qualname!r}")
+    if isinstance(found, Value) and len(fields(found)) == 1:  # type: ignore[arg-type]
+        behind = getattr(found, fields(found)[0].name)  # type: ignore[arg-type]
+        if type(behind) is tuple and len(behind) == 1 and importable_name(behind[0]) == name:
+            return behind[0]
     if importable_name(found) != name:
         real = importable_name(found) or f"a {type(found).__name__}"
         raise HistoryError(f"{name!r} is no function, class or enum member of that module, but {real}")
@@ -207,6 +279,8 @@ def key(value: Any) -> Any:
         return ("dict", tuple((key(name), key(one)) for name, one in value.items()))
     if value is None or type(value) in (bool, int, str, float):
         return (type(value).__name__, repr(value))
+    if isinstance(value, Value):
+        return (value.tag, tuple(key(getattr(value, one.name)) for one in fields(value)))  # type: ignore[arg-type]
     try:
         return ("value", repr(encode(value)))
     except LiveObject:
@@ -249,9 +323,9 @@ class Source:
         if isinstance(value, torch.dtype | torch.device):
             self.imports["import torch"] = None
             return f"torch.device({_quoted(str(value))})" if isinstance(value, torch.device) else str(value)
-        if isinstance(value, PerRank):
+        if isinstance(value, Value):
             self.imports["import slapo_py as slapo"] = None
-            return repr(value)
+            return value.written(self.write)
         name = importable_name(value)
         if name is not None:
             module, _, qualname = name.partition(":")

@@ -1,5 +1,7 @@
 """One exception class per cause. Every message names the primitive, the place, what was found and the remedy."""
 
+from typing import Any
+
 
 class ScheduleError(Exception):
     """Root of every error that slapo_py raises for a schedule that can't be carried out."""
@@ -63,3 +65,17 @@ class EngineError(ScheduleError):
 
 class RecomputeError(ScheduleError):
     """A checkpointed module was called in a way in which running it again would give other numbers."""
+
+
+class PatternError(ScheduleError):
+    """A pattern can't be what it is written as: it uses something that no graph can hold, or falls apart."""
+
+
+class StaleMatchError(ScheduleError):
+    """A match was found in a graph that a later step has changed."""
+
+
+class VerificationError(ScheduleError):
+    """A scheduled model does not compute what the original does; `report` holds all that was compared."""
+
+    report: Any = None

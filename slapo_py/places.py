@@ -3,16 +3,19 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from slapo_py.errors import ArgumentError, StepError
-from slapo_py.schedule import Schedule
 from slapo_py.scheduled import bare
 from slapo_py.tracing import trace_of
 
+if TYPE_CHECKING:
+    from slapo_py.schedule import Schedule
 
-def check_forward(place: Schedule, primitive: str) -> None:
+
+def check_forward(place: "Schedule", primitive: str) -> None:
     """Refuse a module whose forward a layer can't go around."""
     module = place.module
     kind = bare(module).__name__
@@ -38,7 +41,7 @@ def hooks_of(module: nn.Module) -> Iterator[object]:
 
 
 @contextmanager
-def shared_kept(place: Schedule, primitive: str) -> Iterator[None]:
+def shared_kept(place: "Schedule", primitive: str) -> Iterator[None]:
     """The parameters are the original's too: a step that writes into one, or freezes it, is refused."""
     held = {id(one): (name, one, one._version, one.requires_grad) for name, one in _tensors(place)}
     yield
@@ -51,12 +54,12 @@ def shared_kept(place: Schedule, primitive: str) -> Iterator[None]:
             )
 
 
-def _tensors(place: Schedule) -> Iterator[tuple[str, Tensor]]:
+def _tensors(place: "Schedule") -> Iterator[tuple[str, Tensor]]:
     module = place.module
     return itertools.chain(module.named_parameters(), module.named_buffers())
 
 
-def check_called(place: Schedule, primitive: str) -> None:
+def check_called(place: "Schedule", primitive: str) -> None:
     """Refuse a module that is part of a flattened graph: it is not called any more, so nothing around it would run."""
     kind = bare(place.module).__name__
     parts = place.path.split(".") if place.path else []

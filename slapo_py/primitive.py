@@ -23,6 +23,9 @@ class Primitive:
     """True: the step also works on a module that is part of a flattened graph, and so is not called any more, because
     it concerns parameters or attributes only."""
 
+    outlives: ClassVar[bool] = False
+    """True: the step may stay in the history when the module that it was done at is replaced by another."""
+
     check: Callable[..., Any]
     apply: Callable[..., Any]
 

@@ -78,14 +78,16 @@ class _Call:
                 self.leaves.append(kept)
                 self.watched += [(one, _version(one)) for one in inside]
         self.watched += [(one, _version(one)) for one in self.tensors]
-        self.state = _State(module, [leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
+        # Modules among the arguments are called, too: a group of operations is given those that it calls.
+        self.modules = [module, *(leaf for leaf in leaves if isinstance(leaf, nn.Module))]
+        self.state = _State(self.modules, [leaf for leaf in leaves if isinstance(leaf, torch.Generator)])
 
     def run(self, *tensors: Any) -> Any:
         if self.given is not None:
             (args, kwargs), self.given = self.given, None
             result = self.forward(self.module, *args, **kwargs)
             self.state.leave()
-            self.parameters = [(one, _version(one)) for one in self.module.parameters()]
+            self.parameters = [(one, _version(one)) for module in self.modules for one in module.parameters()]
             return result
         if any(_version(one) != version for one, version in self.parameters):
             kind, place = bare(self.module).__name__, PLACES.get(self.module)
@@ -202,12 +204,12 @@ def _set_random_state(source: Any, state: torch.Tensor) -> None:
 class _State:
     """What a forward may change besides its outputs, as it was on entry: to begin from there again.
 
-    Looked at are the module and all below it: plain attributes and their lists, dicts and sets, buffers and other
+    Looked at are the modules and all below them: plain attributes and their lists, dicts and sets, buffers and other
     tensors without a gradient, random generators, and the random states of Python and numpy.
     """
 
-    def __init__(self, module: nn.Module, generators: list[torch.Generator]) -> None:
-        self.modules = list(module.modules())
+    def __init__(self, roots: list[nn.Module], generators: list[torch.Generator]) -> None:
+        self.modules = list(dict.fromkeys(one for root in roots for one in root.modules()))
         self.plain = [{k: v for k, v in vars(one).items() if type(v) in PLAIN} for one in self.modules]
         self.tensors: list[tuple[dict[str, Any], str, torch.Tensor, int | None, torch.Tensor]] = []
         self.names = [set(vars(one)) for one in self.modules]

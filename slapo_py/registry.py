@@ -5,6 +5,7 @@ import keyword
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from slapo_py import codec
 from slapo_py.errors import RegistryError
 from slapo_py.history import Step
 from slapo_py.places import check_called, shared_kept
@@ -62,7 +63,7 @@ def run(primitive: Primitive, place: Schedule, args: tuple[Any, ...], kwargs: di
     root = place.root
     place.module  # noqa: B018  a cursor whose place is gone says so before anything else
     bound = bind(primitive, f'"{place.path}"' if place.path else "the whole model", args, kwargs)
-    given = normalized(primitive, bound)
+    given = codec.recorded(normalized(primitive, bound), place)
     step = Step(primitive.name, place.path, *given)
     before = root.names_below(place.path)
     with root.step(place.path):

@@ -56,6 +56,10 @@ class Root:
         """The cursor at a path. Raises `PathError`."""
         return self._at(self, self.canonical(path))
 
+    def fresh(self) -> "Schedule":
+        """A schedule of the same original without steps."""
+        return Root(self.original, self.example_inputs, self._at).cursor("")
+
     # Paths
 
     def canonical(self, path: str) -> str:
@@ -124,10 +128,11 @@ class Root:
         above = [self.module(path[:end]) for end in _dots(path)] if path else []
         shared = (self.annotations, self._removed)
         snapshot = Snapshot(place.modules(), above, *shared)
-        history = self.history
+        history, copy = self.history, self.copy
         try:
             yield
         except BaseException:
+            self.copy = copy
             if snapshot.restore():
                 self._forget()
             self.history = history

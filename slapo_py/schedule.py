@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph
 
+    from slapo_py.matches import Match
+    from slapo_py.verify import Report
+
 
 def create_schedule(model: nn.Module, example_inputs: Any = None) -> "Schedule":
     """A model -> a schedule of it. The model itself is never changed.
@@ -208,6 +211,39 @@ class Schedule:
     def notes(self) -> list[str]:
         """What a reader of a traced place should know, such as a mode that runs the original."""
         return list(self._trace().notes)
+
+    # Patterns
+
+    def find(self, pattern: Any) -> "list[Match]":
+        """All occurrences of a pattern in the graph of a traced place, in its order; they never overlap.
+
+        A pattern is a function over torch operations, such as `lambda x, b: F.gelu(x + b)`; see `slapo_py.pattern`.
+        Raises `TraceError` if the place is not traced, `PatternError` if the pattern can't be one.
+        """
+        from slapo_py.matches import search
+
+        return search(self, pattern)
+
+    def why_not(self, pattern: Any) -> str:
+        """How far the best near-miss of a pattern came at a traced place, and what stopped it."""
+        from slapo_py.matches import reason
+
+        return reason(self, pattern)
+
+    # Verifying
+
+    def verify(self, *, steps: int = 1, seed: int = 0) -> "Report":
+        """Run the original and the scheduled model side by side on private copies, and grade every difference.
+
+        Outputs, gradients, buffers, random states, names, ties and flags are compared in train and eval mode, at
+        several batch sizes, in several dtypes, over calls in a row and `steps` optimizer steps. At a place below, that
+        module alone. Returns a report with a `grade`, "equal" or "rounding", that prints as a table. Raises
+        `VerificationError` for a bug, which names the module and the step; `NoExampleInputs`, `ArgumentError`.
+        """
+        with random_states_kept():  # what is imported here may draw
+            from slapo_py.verify import verify
+
+        return verify(self, steps=steps, seed=seed)
 
     # Printing
 

@@ -23,7 +23,8 @@ class Layer:
     """
 
     rank: ClassVar[int]
-    """Nesting, low is inner: trace 0, compile 10, output sync 20, fork_rng 30, input sync 40, checkpoint 50."""
+    """Nesting, low is inner: decompose -10, trace 0, compile 10, output sync 20, fork_rng 30, input sync 40,
+    checkpoint 50. A layer of negative rank is the module's forward itself, said differently: a trace reads it."""
 
     def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
         """`forward(self, *args, **kwargs)` -> a function of the same form. `base` is the user's class."""
@@ -39,6 +40,7 @@ class Scheduled:
 
     _slapo_base: ClassVar[type[nn.Module]]
     _slapo_layers: ClassVar[tuple[Layer, ...]]
+    _slapo_own: ClassVar[Forward]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class exists in this process only: pickle (and deepcopy, and torch.save) rebuild it from its parts.
@@ -65,8 +67,10 @@ def scheduled_class(base: type[nn.Module], layers: tuple[Layer, ...]) -> type[nn
 
 def _make_class(base: type[nn.Module], layers: tuple[Layer, ...]) -> type[nn.Module]:
     forward: Any = base.forward
+    own = forward
     for layer in layers:
         forward = layer.wrap(forward, base)
+        own = forward if layer.rank < 0 else own
     if not inspect.isfunction(forward):  # e.g. a torch.compile wrapper object: make it a method
         inner = forward
         forward = functools.wraps(base.forward)(lambda self, *args, **kwargs: inner(self, *args, **kwargs))
@@ -80,6 +84,7 @@ def _make_class(base: type[nn.Module], layers: tuple[Layer, ...]) -> type[nn.Mod
         "forward": forward,
         "_slapo_base": base,
         "_slapo_layers": layers,
+        "_slapo_own": own,
     }
     kind: Any = type(base)
     return kind(base.__name__, (Scheduled, base), body)  # type: ignore[no-any-return]
@@ -97,6 +102,17 @@ def bare(module: nn.Module) -> type[nn.Module]:
 def layers(module: nn.Module) -> tuple[Layer, ...]:
     """The layers on a module, inner to outer."""
     return module._slapo_layers if isinstance(module, Scheduled) else ()
+
+
+def own_layers(module: nn.Module) -> tuple[Layer, ...]:
+    """The layers that are part of the module's forward itself: those of negative rank."""
+    return tuple(layer for layer in layers(module) if layer.rank < 0)
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """What a trace reads: the user's forward with the layers of negative rank around it."""
+    # past the instance: what is looked up there would be bound to the module
+    return type(module)._slapo_own if isinstance(module, Scheduled) else type(module).forward
 
 
 def layer_of(module: nn.Module, kind: type[Layer]) -> Any:

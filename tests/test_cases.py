@@ -2,7 +2,7 @@
 
 G01 pytorch#68190; G02 transformers#31958, pytorch#44498; G03 pytorch#51803; G11 OLMo-core#828, torchtitan#1323;
 G12 pytorch#79887, ColossalAI#1761, fairscale#802; G13 pytorch#77224; G25 Modalities#357, accelerate#3668;
-G26 pytorch#99407.
+G17 slapo#58; G18 pocket-tts#278, mistral.rs#1867; G26 pytorch#99407.
 """
 
 from typing import Any
@@ -188,3 +188,46 @@ def test_g26_what_the_forward_does_not_use_stays() -> None:
         assert flags == [(n, p.requires_grad) for n, p in model.named_parameters()]
         module.load_state_dict(model.state_dict(), strict=True)
         model.load_state_dict(module.state_dict(), strict=True)
+
+
+class Tree(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return ((x + y) * (y - z)).relu() + (y - z) * (x + y)
+
+
+def test_g17_both_branches_match_whichever_way_they_are_written() -> None:
+    x, y, z = torch.randn(3, 4, 5).unbind()
+    sch = slapo.create_schedule(Tree(), example_inputs=(x, y, z)).trace()
+    found = sch.find(lambda a, b, c: (a + b) * (b - c))
+    assert [len(match.nodes) for match in found] == [3, 3]
+    sch.replace(lambda a, b, c: a * b - a * c + b * b - b * c, found)
+    torch.testing.assert_close(sch.module(x, y, z), Tree()(x, y, z), atol=1e-6, rtol=0)
+    assert sch.verify().grade == "rounding"
+
+
+class Gelu(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), nn.GELU(form)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x))
+
+
+@pytest.mark.parametrize("form", ["none", "tanh"])
+def test_g18_the_forms_of_gelu_are_told_apart(form: str) -> None:
+    sch = slapo.create_schedule(Gelu(form), example_inputs=(torch.randn(3, 4),)).trace()
+    for other in ("none", "tanh"):
+        pattern = {"none": lambda x, w, b: F.gelu(F.linear(x, w, b)), "tanh": _tanh_form}[other]
+        assert len(sch.find(pattern)) == (form == other)
+
+
+def _tanh_form(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, w, b), approximate="tanh")
+
+
+def test_g18_verify_finds_the_wrong_form() -> None:
+    sch = slapo.create_schedule(Gelu("none"), example_inputs=(torch.randn(3, 4),)).trace()
+    sch.replace(_tanh_form, lambda x, w, b: F.gelu(F.linear(x, w, b)))
+    with pytest.raises(slapo.VerificationError, match=r"It comes with step 2: sch.replace\("):
+        sch.verify()

@@ -31,3 +31,34 @@ def test_debugging(tmp_path: Path) -> None:
     assert "the first NaN in the original comes out of: 1.attention" in text
     assert 'sch["1"].trace()' in text
     assert float(text.rsplit(":", 1)[1]) < 3.0
+
+
+def test_own_kernel(tmp_path: Path) -> None:
+    text = run(f"{load('own_kernel')}; own_kernel.main()", tmp_path)
+    assert "does not match: the graph has no gelu" in text
+    assert '<Match of 2 nodes at "model.layers.0.mlp": silu, mul>' in text
+    assert 'sch["model.layers.1.mlp"].replace(examples.own_kernel.swiglu, what=examples.own_kernel.pattern)' in text
+    assert "verified: rounding" in text
+
+
+def test_own_primitive(tmp_path: Path) -> None:
+    text = run(f"{load('own_primitive')}; own_primitive.main()", tmp_path)
+    assert "<- keep_in_float32" in text
+    assert "original: torch.bfloat16  scheduled: torch.float32" in text
+    assert 'refused: keep_in_float32 at "2": it is kept already.' in text
+    assert "after undo: 0 steps" in text
+
+
+def test_wrong_replacement(tmp_path: Path) -> None:
+    text = run(f"{load('wrong_replacement')}; wrong_replacement.main()", tmp_path)
+    assert 'The first module that diverges is "2" (Block).' in text
+    assert 'It comes with step 6: sch["2"].replace(examples.wrong_replacement.wrong' in text
+    assert "verify: rounding" in text
+
+
+def test_fused_qkv(tmp_path: Path) -> None:
+    text = run(f"{load('fused_qkv')}; fused_qkv.main()", tmp_path)
+    assert 'replace(examples.fused_qkv.FusedAttention, params={"qkv.weight": slapo.params.cat("q.weight"' in text
+    fused, plain = (float(part.split()[-1]) for part in text.split("after 20 steps: ")[1].split("\n")[0].split(","))
+    assert abs(fused - plain) < 1e-4 * abs(plain)
+    assert "1.q.weight 1.q.bias 1.k.weight" in text and "1.qkv" not in text.split("keys of the checkpoint:")[1]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from slapo_py.report.measure import paired_ratio, saved_activations
-from slapo_py.report.plots import loss_curves
+from slapo_py.report.measure import PeakBytes, paired_ratio, saved_activations
+from slapo_py.report.plots import bars, loss_curves
 from slapo_py.report.tables import cell, comparison, megabytes, plain, table
 
 
@@ -50,3 +50,42 @@ def test_a_paired_ratio_is_the_median_of_ratios() -> None:
     assert paired_ratio([2.0, 30.0, 3.0], [1.0, 1.0, 1.0]) == 3.0
     with pytest.raises(ValueError):
         paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_peak_bytes_count_what_is_alive_at_one_time() -> None:
+    size = 1000 * 4
+    x = torch.zeros(1000)
+    with PeakBytes([x]) as peak:
+        a = x + 1
+        view = a[:10]  # the same storage
+        del a
+        assert (peak.alive, peak.peak) == (size, size)
+        del view
+        assert (peak.alive, peak.peak) == (0, size)
+        x.add_(1)  # was there before
+        b, c = x + 1, x * 2
+        assert peak.alive == 2 * size
+        del b
+        d = x - 1
+        assert (peak.alive, peak.peak) == (2 * size, 2 * size)
+        del c, d
+    assert peak.alive == 0
+
+
+def test_peak_bytes_go_on_in_the_backward_pass() -> None:
+    linear = nn.Linear(8, 8)
+    x = torch.randn(100, 8)
+    linear(x).sum().backward()  # now the gradients are there
+    with PeakBytes([x, *linear.parameters(), *(p.grad for p in linear.parameters())]) as peak:  # type: ignore[misc]
+        loss = linear(x).square().sum()
+        forward = peak.alive
+        loss.backward()
+    assert peak.peak > forward
+
+
+def test_bars_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = bars(
+        tmp_path / "new" / "bars.png", {"time": {"a": 1.0, "b": None}, "bytes": {"a": 3.0, "b": 2.0}}, {"time": 1.0}
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")

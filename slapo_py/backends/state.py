@@ -1,8 +1,8 @@
 """The state of an engine under the original's names: collected, saved, checked and taken back.
 
 Tensors lie in the folder as a torch.distributed.checkpoint, named `model/NAME`, `buffer/NAME` (buffers that the
-state_dict leaves out) and `optimizer/NAME/KEY`. All else lies in `engine.pt`, which is read with weights_only=True:
-loading runs no code from it.
+state_dict leaves out), `own/NAME` (those of them that the original does not have) and `optimizer/NAME/KEY`. All else
+lies in `engine.pt`, which is read with weights_only=True: loading runs no code from it.
 """
 
 import io
@@ -17,9 +17,11 @@ from torch import nn
 
 from slapo_py.backends import folder
 from slapo_py.backends.base import Engine
+from slapo_py.backends.original_names import OriginalNames
 from slapo_py.backends.precision import Weights
 from slapo_py.backends.random_state import generators, process_state, set_process_state
 from slapo_py.errors import CheckpointError
+from slapo_py.mapped_state import dropped_buffers, from_original, is_mapped, own_buffers, to_original
 
 _REST = "engine.pt"
 
@@ -27,9 +29,10 @@ _REST = "engine.pt"
 def model_state(module: nn.Module, weights: Weights) -> dict[str, Any]:
     """The module's state_dict with each parameter's exact value."""
     state: dict[str, Any] = module.state_dict()
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    exact = {name: weights.of(one).detach() for name, one in module.named_parameters(remove_duplicate=False)}
+    for name, value in to_original(module, exact).items():
         if name in state:
-            state[name] = weights.of(parameter).detach()
+            state[name] = value
     return state
 
 
@@ -51,7 +54,6 @@ def load(engine: Engine, weights: Weights, directory: str | os.PathLike[str]) ->
     """Take back what `save` wrote. All checks come first. Raises: CheckpointError."""
     place, marker = folder.find(directory)
     live, rest = _collect(engine, weights)
-    _check_tensors(place, marker["tensors"], live)
     try:
         saved = torch.load(place / _REST, weights_only=True)
     except Exception as error:  # pickle and zip have many ways to refuse
@@ -59,6 +61,8 @@ def load(engine: Engine, weights: Weights, directory: str | os.PathLike[str]) ->
             f"load: {str(place)!r}: {_REST!r} holds something that is not loaded ({_first_line(error)}). "
             "Load a folder that engine.save wrote."
         ) from error
+    dropped = {f"buffer/{name}" for name in (*saved.get("dropped", ()), *rest["dropped"])}
+    _check_tensors(place, marker["tensors"], live, dropped)
     _check_rest(place, saved, rest)
     tensors = {key: torch.empty(one["shape"], dtype=_long(one["dtype"])) for key, one in marker["tensors"].items()}
     _dcp(dcp.load, tensors, storage_reader=dcp.FileSystemReader(place))
@@ -83,27 +87,28 @@ def _collect(engine: Engine, weights: Weights) -> tuple[dict[str, torch.Tensor],
             tensors[f"model/{name}"] = value.detach().as_subclass(torch.Tensor)
         else:
             extra[name] = value  # what a module's own get_extra_state returned
-    for name, buffer in engine.module.named_buffers(remove_duplicate=False):
+    buffers = {name: one.detach() for name, one in engine.module.named_buffers(remove_duplicate=False)}
+    for name, buffer in to_original(engine.module, buffers).items():
         if f"model/{name}" not in tensors:
-            tensors[f"buffer/{name}"] = buffer.detach().as_subclass(torch.Tensor)
-    state, names = engine.optimizer.state_dict(), _order(engine, weights)
+            tensors[f"buffer/{name}"] = buffer.as_subclass(torch.Tensor)
+    for name in own_buffers(engine.module):
+        tensors[f"own/{name}"] = buffers[name].as_subclass(torch.Tensor)
+    state, order = engine.optimizer.state_dict(), _order(engine, weights)
+    names = OriginalNames(engine.module)
     values: dict[str, dict[str, Any]] = {}
-    shared = {}  # what an optimizer keeps for no parameter in particular
-    for index, entries in state["state"].items():
-        if not isinstance(index, int):
-            shared[index] = entries
-            continue
-        for key, value in entries.items():
+    shared: dict[Any, Any] = {}  # what an optimizer keeps for no parameter in particular
+    for key, held in _entries(state["state"], order, shared).items():
+        for name, value in names.forth(held, f"save: the optimizer's {key!r}").items():
             if isinstance(value, torch.Tensor):
-                tensors[f"optimizer/{names[index]}/{key}"] = value.detach().as_subclass(torch.Tensor)
+                tensors[f"optimizer/{name}/{key}"] = value.detach().as_subclass(torch.Tensor)
             else:
-                values.setdefault(names[index], {})[key] = value
+                values.setdefault(name, {})[key] = value
     groups = [
         {**{key: value for key, value in group.items() if key not in ("params", "param_names")}, "names": []}
         for group in state["param_groups"]
     ]
     for kept, group in zip(groups, state["param_groups"], strict=True):
-        kept["names"] = [names[index] for index in group["params"]]
+        kept["names"] = names.of([order[index] for index in group["params"]])
     scheduler = engine.scheduler
     return tensors, {
         "step": engine.step_count,
@@ -112,7 +117,20 @@ def _collect(engine: Engine, weights: Weights) -> tuple[dict[str, torch.Tensor],
         "scheduler": scheduler and {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
         "generators": {path: one.get_state() for path, one in generators(engine.module).items()},
         "random": process_state(),
+        "dropped": dropped_buffers(engine.module),
     }
+
+
+def _entries(state: dict[Any, dict[str, Any]], order: list[str], shared: dict[Any, Any]) -> dict[str, dict[str, Any]]:
+    """An optimizer's state by the name of the entry, then by that of the parameter."""
+    found: dict[str, dict[str, Any]] = {}
+    for index, entries in state.items():
+        if not isinstance(index, int):
+            shared[index] = entries
+            continue
+        for key, value in entries.items():
+            found.setdefault(key, {})[order[index]] = value
+    return found
 
 
 def _order(engine: Engine, weights: Weights) -> list[str]:
@@ -153,9 +171,13 @@ def _plain(value: Any) -> Any:
 # Checking
 
 
-def _check_tensors(place: Path, saved: dict[str, Any], live: dict[str, torch.Tensor]) -> None:
-    ours = {key for key in live if not key.startswith("optimizer/")}
-    theirs = {key for key in saved if not key.startswith("optimizer/")}
+def _check_tensors(place: Path, saved: dict[str, Any], live: dict[str, torch.Tensor], dropped: set[str]) -> None:
+    """`dropped`: buffers that one of the two does without, since a module was replaced."""
+
+    def needed(keys: Any) -> set[str]:
+        return {key for key in keys if not key.startswith(("optimizer/", "own/")) and key not in dropped}
+
+    ours, theirs = needed(live), needed(saved)
     for found, verb in ((ours - theirs, "misses"), (theirs - ours, "also has")):
         if found:
             raise CheckpointError(
@@ -163,7 +185,7 @@ def _check_tensors(place: Path, saved: dict[str, Any], live: dict[str, torch.Ten
                 "Build the model that was saved, or load another folder."
             )
     for key in live:
-        if key in ours:
+        if key in saved and not key.startswith("optimizer/"):
             wanted, got = live[key], saved[key]
             if list(wanted.shape) != got["shape"]:
                 raise CheckpointError(
@@ -223,8 +245,9 @@ def _take(
             "Build with the optimizer= and scheduler= that it was saved with."
         ) from error
     for key, target in live.items():
-        if not key.startswith("optimizer/"):
+        if key in tensors and not key.startswith("optimizer/"):
             target.copy_(tensors[key])
+    _take_mapped(engine, weights, live)
     if saved["extra"]:
         engine.module.load_state_dict({**engine.module.state_dict(), **saved["extra"]})
     weights.drop_gradients()
@@ -236,18 +259,37 @@ def _take(
     set_process_state(saved["random"])
 
 
+def _take_mapped(engine: Engine, weights: Weights, live: dict[str, torch.Tensor]) -> None:
+    """What was put together of several parameters is no window onto them: take it apart again."""
+    if not is_mapped(engine.module):
+        return
+    given = {key.split("/", 1)[1]: value for key, value in live.items() if key.startswith(("model/", "buffer/"))}
+    known = {id(value) for value in given.values()}
+    held: dict[str, torch.Tensor] = dict(engine.module.named_buffers(remove_duplicate=False))
+    held |= {name: weights.of(one) for name, one in engine.module.named_parameters(remove_duplicate=False)}
+    for name, value in from_original(engine.module, given).items():
+        if id(value) not in known:
+            held[name].copy_(value)
+
+
 def _take_optimizer(engine: Engine, weights: Weights, tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
     optimizer = engine.optimizer
     before = optimizer.state_dict()
-    names = _order(engine, weights)
-    state: dict[Any, dict[str, Any]] = {name: {} for name in names}
+    order = _order(engine, weights)
+    entries: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         if key.startswith("optimizer/"):
             name, entry = key.removeprefix("optimizer/").rsplit("/", 1)
-            state[name][entry] = tensor
+            entries.setdefault(entry, {})[name] = tensor
     for name, values in saved["values"].items():
-        state[name].update(values)
-    numbered = {index: state[name] for index, name in enumerate(names) if state[name]}
+        for entry, value in values.items():
+            entries.setdefault(entry, {})[name] = value
+    names = OriginalNames(engine.module)
+    state: dict[Any, dict[str, Any]] = {name: {} for name in order}
+    for entry, held in entries.items():
+        for name, value in names.back(held, f"the optimizer's {entry!r}").items():
+            state[name][entry] = value
+    numbered = {index: state[name] for index, name in enumerate(order) if state[name]}
     groups = [
         {**kept, **{key: value for key, value in group.items() if key != "names"}}
         for kept, group in zip(before["param_groups"], saved["groups"], strict=True)
@@ -255,12 +297,12 @@ def _take_optimizer(engine: Engine, weights: Weights, tensors: dict[str, torch.T
     optimizer.load_state_dict({"state": {**numbered, **saved["shared"]}, "param_groups": groups})
     # load_state_dict casts to the parameter's dtype, which rounds what an optimizer keeps in float32 for bfloat16
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, entries in numbered.items():
-        held = optimizer.state[parameters[index]]
-        for entry, value in entries.items():
-            now = held.get(entry)
+    for index, one in numbered.items():
+        kept = optimizer.state[parameters[index]]
+        for entry, value in one.items():
+            now = kept.get(entry)
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-                held[entry] = value.to(now.device)
+                kept[entry] = value.to(now.device)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from slapo_py.errors import BuildError
+from slapo_py.mapped_state import dropped_buffers, from_original, is_mapped, to_original
 
 
 def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = False) -> None:
@@ -13,11 +14,14 @@ def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = Fa
 
     Requires: each parameter and buffer of the original is in the built module under the same name, with the same
     shape, dtype and `requires_grad`; no other one is; the names of one tensor in the original are the names of one
-    tensor in the built module, and the reverse; no storage is shared with the original (unless donated).
+    tensor in the built module, and the reverse; no storage is shared with the original (unless donated). Where a step
+    has mapped parameters, this is said of them under the original's names, and of their values.
     Raises: BuildError, naming what differs.
     """
+    gone = {*dropped_buffers(built)} - {*dropped_buffers(original)}
     for kind in ("parameter", "buffer"):
-        old, new = _named(original, kind), _named(built, kind)
+        old, new = _under_original_names(original, kind), _under_original_names(built, kind)
+        old = {name: tensor for name, tensor in old.items() if name not in gone}
         missing, extra = [name for name in old if name not in new], [name for name in new if name not in old]
         if missing:
             raise BuildError(f"build: the built module lost the original's {kind} {_list(missing)}. {_REMEDY}")
@@ -30,6 +34,8 @@ def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = Fa
             if was != now:
                 raise BuildError(f"build at {name!r}: this {kind} was {was} and is {now}. {_REMEDY}")
         _check_ties(kind, old, new)
+    if is_mapped(built):
+        _check_mapped_values(original, built)
     if not donated:
         _check_apart(original, built)
 
@@ -41,6 +47,37 @@ def _named(module: nn.Module, kind: str) -> dict[str, torch.Tensor]:
     if kind == "parameter":
         return dict(module.named_parameters(remove_duplicate=False))
     return dict(module.named_buffers(remove_duplicate=False))
+
+
+def _under_original_names(module: nn.Module, kind: str) -> dict[str, torch.Tensor]:
+    named = _named(module, kind)
+    if not is_mapped(module):
+        return named
+    # stand-ins without data, one for each object: only shapes, dtypes and ties are compared
+    stand_ins = {id(one): _without_data(one) for one in named.values()}
+    with torch.enable_grad():
+        return to_original(module, {name: stand_ins[id(one)] for name, one in named.items()})
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def _check_mapped_values(original: nn.Module, built: nn.Module) -> None:
+    """A mapped parameter is a copy from the moment of the step: the original may have changed since then."""
+    theirs = {name: one.detach() for kind in ("parameter", "buffer") for name, one in _named(original, kind).items()}
+    if is_mapped(original):
+        theirs = to_original(original, theirs)
+    ours = {name: one.detach() for kind in ("parameter", "buffer") for name, one in _named(built, kind).items()}
+    known = {id(one) for one in theirs.values()}
+    for name, wanted in from_original(built, theirs).items():
+        if id(wanted) in known or name not in ours:  # a whole tensor that was at most renamed
+            continue
+        if not torch.allclose(ours[name], wanted, rtol=0, atol=0, equal_nan=True):
+            raise BuildError(
+                f"build at {name!r}: the values that it was made of have changed in the original since the step that "
+                f"made it. Replay the schedule: sch.history.replay(slapo.create_schedule(model)), and build that."
+            )
 
 
 def _facts(tensor: torch.Tensor) -> str:

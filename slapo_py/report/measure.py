@@ -2,11 +2,15 @@
 
 import contextlib
 import statistics
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @dataclass
@@ -37,6 +41,42 @@ def saved_activations(model: nn.Module) -> Iterator[SavedActivations]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes of tensors that were made inside and alive at one time.
+
+    Activations, gradients and what is recomputed, each storage once; what was there before (parameters, inputs) is not
+    counted. It is what an allocator would see but for temporaries inside an operation, and the same in each run.
+    """
+
+    def __init__(self, before: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.alive = 0
+        self.peak = 0
+        self._known: set[int] = set()
+        self._kept = [tensor.untyped_storage() for tensor in before]  # alive, so that their ids stay theirs
+        self._known.update(storage._cdata for storage in self._kept)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._freed, key, size).atexit = False  # the object lives as long as the memory
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
 
 
 def paired_ratio(new: Sequence[float], old: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from slapo_py.errors import TraceError
-from slapo_py.scheduled import bare
+from slapo_py.scheduled import bare, own_layers
 from slapo_py.tracing.align import Difference, Parting, align, counterpart, same, substitute, substitute_node
 from slapo_py.tracing.capture import Capture, likeness, sweep
 from slapo_py.tracing.expressions import attribute_path, input_tensors, node_at, owned_floats, owned_tensors, place
@@ -58,9 +58,14 @@ class Assembly:
         self._guard_dtypes()
         self._guard_facts()
         for path in sorted({path for capture in self.used for path in capture.inlined if path}):
-            # the user's class: flattening goes past what was done there, so a trace holds where nothing was done
-            kind = bare(self.module.get_submodule(path))
-            self.guards.add(f"type(self{dotted(path)}) is {self.guards.name(kind)}")
+            # flattening goes past what was done around a forward, so a trace holds where nothing was
+            child = self.module.get_submodule(path)
+            kind, own = self.guards.name(bare(child)), own_layers(child)
+            if own:
+                now = f"type(self{dotted(path)})"
+                self.guards.add(f"{now}._slapo_base is {kind} and {now}._slapo_layers == {self.guards.name(own)}")
+            else:
+                self.guards.add(f"type(self{dotted(path)}) is {kind}")
         reads = self._reads()
         self.guards.attributes(self.module, reads)
         for capture in self.used:
@@ -373,7 +378,7 @@ class Assembly:
                 substitute_node(user, node, value)
         sweep(graph, frozenset(node for node in graph.nodes if node in self.sizes.checked))
         for node in graph.nodes:
-            node.meta = {key: value for key, value in node.meta.items() if key == "where"}
+            node.meta = {key: value for key, value in node.meta.items() if key in ("where", "ndim")}
 
     def _choose_by_mode(self, graph: fx.Graph) -> None:
         flag = graph.create_node("get_attr", attribute_path(self.flags[0]) + "training")

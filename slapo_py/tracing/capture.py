@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from slapo_py.errors import TraceError
-from slapo_py.scheduled import bare
+from slapo_py.scheduled import own_forward
 from slapo_py.tracing.bindings import bookkeeping, containers
 from slapo_py.tracing.huggingface import without_checkpointing
 from slapo_py.tracing.module_globals import GlobalReads, caches_kept
@@ -76,7 +76,7 @@ class Capture(Tape, TorchFunctionMode):
         `identity`: whether arguments that are the same tensor stay so ("recorded"), each argument is a tensor of its
         own ("apart"), or all that could be the same tensor are ("together").
         """
-        forward = without_checkpointing(bare(self.root).forward)
+        forward = without_checkpointing(own_forward(self.root))
         if "forward" in vars(self.root):
             raise TraceError("an instance attribute `forward` hides the forward of its class; delete it first")
 
@@ -250,6 +250,7 @@ class Capture(Tape, TorchFunctionMode):
         if (base, index) not in self._size_nodes:
             if (base, None) not in self._size_nodes:
                 self._size_nodes[base, None] = bookkeeping(self.graph.call_function(getattr, (base, "shape")))
+                self._size_nodes[base, None].meta["ndim"] = tensor.ndim  # a pattern may count dims from the end
             shape = self._size_nodes[base, None]
             node = bookkeeping(self.graph.call_function(operator.getitem, (shape, index)))
             node.meta["where"] = where()

@@ -22,6 +22,11 @@ class Guards:
         self.env: dict[str, Any] = {}
         self.modules: dict[str, str] = {}  # name of a scope -> the module whose globals it is
 
+    def copy(self) -> "Guards":
+        other = Guards()
+        other.lines, other.env, other.modules = list(self.lines), dict(self.env), dict(self.modules)
+        return other
+
     def add(self, line: str) -> None:
         if line not in self.lines:
             self.lines.append(line)

@@ -1,13 +1,14 @@
 """A trace: the static graph of a module, the guards under which it holds, and the forward generated from both."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import linecache
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.amp import autocast_mode
 from slapo_py.errors import GuardError
 from slapo_py.scheduled import Forward, Layer, bare, layer_of
 from slapo_py.tracing.guards import Guards
-from slapo_py.tracing.reads import Reads
+from slapo_py.tracing.reads import Reads, dotted
 from slapo_py.tracing.values import Tensor
 
 _MISS = object()
@@ -36,9 +37,13 @@ class Trace(Layer):
         notes: what a reader should know, e.g. that one mode runs the original.
         inlined: paths, seen from the module, of the submodules that are part of the graph.
         structural: whether every step on the graph is bit-exact, so that the original may stand in for it.
+        parent: the trace that a step has rewritten into this one, if one has.
+        consumed: for each match that this step has rewritten, the names of the parent's nodes that it covered.
+        replaceable: whether the original forward can run at all: its submodules are still there.
     """
 
     rank = 0
+    replaceable = True
 
     def __init__(
         self,
@@ -52,8 +57,10 @@ class Trace(Layer):
         notes: list[str] | None = None,
         structural: bool = True,
         inlined: frozenset[str] = frozenset(),
+        parent: "Trace | None" = None,
+        consumed: frozenset[frozenset[str]] = frozenset(),
     ) -> None:
-        self.inlined = inlined
+        self.inlined, self.parent, self.consumed = inlined, parent, consumed
         self.graph, self._guards, self.inputs, self.constants, self.reads = graph, guards, inputs, constants, reads
         self.checks, self.names, self.notes, self.structural = checks or {}, names or {}, notes or [], structural
         self._missed: weakref.WeakKeyDictionary[nn.Module, Counter[str]] = weakref.WeakKeyDictionary()
@@ -63,7 +70,7 @@ class Trace(Layer):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_missed": None}
+        return {**self.__dict__, "_missed": None, "parent": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -79,13 +86,52 @@ class Trace(Layer):
         guards = len(self._guards.merged())
         return f"trace ({calls} call{'s' * (calls != 1)}, {guards} guard{'s' * (guards != 1)})"
 
-    def rewritten(self, graph: fx.Graph, structural: bool) -> "Trace":
-        """The same trace with another graph (whose inputs are the same)."""
+    def rewritten(
+        self,
+        graph: fx.Graph,
+        structural: bool,
+        consumed: frozenset[frozenset[str]] = frozenset(),
+        checks: dict[str, tuple[str, str]] | None = None,
+        guards: Guards | None = None,
+        reads: Reads | None = None,
+    ) -> "Trace":
+        """The trace that a step makes of this one: another graph with the same inputs.
+
+        `consumed`: the names of the nodes of each match; `checks`: what is checked of new nodes; `guards`, `reads`:
+        all of them, if the step relies on more than this trace does.
+        """
+        names = {node.name for node in graph.nodes}
+        kept = {name: check for name, check in self.checks.items() if name in names}
         return Trace(
-            graph, self._guards, self.inputs, self.constants, self.reads,
-            {name: check for name, check in self.checks.items() if any(n.name == name for n in graph.nodes)},
-            self.names, self.notes, self.structural and structural, self.inlined,
+            graph, guards or self._guards, self.inputs, self.constants, reads if reads is not None else self.reads,
+            {**kept, **(checks or {})}, self.names, self.notes, self.structural and structural, self.inlined, self,
+            consumed,
         )  # fmt: skip
+
+    def relying_on(self, module: nn.Module, reads: Reads, kinds: dict[str, type]) -> tuple[Guards, Reads]:
+        """The guards and reads of this trace and more: attributes of `module` and below, and classes of submodules."""
+        guards = self._guards.copy()
+        for path, kind in sorted(kinds.items()):
+            guards.add(f"type(self{dotted(path)}) is {guards.name(kind)}")
+        guards.attributes(module, {key: value for key, value in reads.items() if key not in self.reads})
+        return guards, {**self.reads, **reads}
+
+    def without(self, paths: Collection[str]) -> "Trace":
+        """This trace where submodules are gone that its graph does not use: what was asked of them is asked no more."""
+        if not paths:
+            return self
+        gone = [f"self{dotted(path)}" for path in paths]
+        owners = {(f"self{dotted(path.rpartition('.')[0])}", path.rpartition(".")[2]) for path in paths}
+        trace = copy.copy(self)
+        trace.parent, trace._guards = self.parent, self._guards.copy()  # a copy leaves the parent out, as pickle does
+        trace.replaceable = False
+        trace._guards.lines = [line for line in trace._guards.lines if not any(one in line for one in gone)]
+        trace.reads = {
+            key: value
+            for key, value in self.reads.items()
+            if key not in owners and not any(key[0].startswith(one) for one in gone)
+        }
+        return trace
 
     # ---- misses ----------------------------------------------------------------------------------------------------
     def misses(self, module: nn.Module) -> int:
@@ -115,7 +161,7 @@ class Trace(Layer):
         return failed
 
     def _miss(self, original: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _trial:
+        if _trial and self.replaceable:
             return original(module, *args, **kwargs)
         compiling = torch.compiler.is_compiling()  # a compiler can't follow the bookkeeping
         failed = ["a guard"] if compiling else self.why(module, args, kwargs)

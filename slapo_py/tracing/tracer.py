@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from slapo_py.errors import NoExampleInputs, TraceError
-from slapo_py.scheduled import bare, dress, undress
+from slapo_py.errors import NoExampleInputs, StepError, TraceError
+from slapo_py.scheduled import bare, dress, own_layers, undress
 from slapo_py.tracing.align import same
 from slapo_py.tracing.assemble import Assembly, SizeDependent
 from slapo_py.tracing.held import Held
@@ -32,6 +32,7 @@ class Tracer:
         self._inputs = normalize_inputs(example_inputs)
         self._first: Recording | None = None
         self._others: list[Recording] | None = None
+        self._dropped = False
         self._pool: dict[Any, list[Trace]] = {}
         self._options: dict[str, tuple[bool, tuple[str, ...]]] = {}
         self.captures = 0
@@ -54,18 +55,78 @@ class Tracer:
         return self._find(path, flatten, tuple(leaves)).inlined
 
     def refresh(self, path: str) -> None:
-        """Attributes at `path` have changed: trace anew every traced module that had read one of them."""
-        self._first = self._others = None
-        model = self._model()
-        for name, module in model.named_modules():
+        """Something at `path` has changed: trace anew every traced module that had read it.
+
+        Raises `StepError` where a step has rewritten the graph of such a module.
+        """
+        self.forget()
+        self._renew(path)
+
+    def replaced(self, path: str) -> None:
+        """Another module is at `path`: trace anew every traced module that had read something there. As `refresh`."""
+        self.forget_below(path)
+        self._renew(path)
+
+    def recorded(self, path: str) -> Call | None:
+        """What the module at `path` was called with, if that is known already."""
+        return self._first.calls.get(path) if self._first is not None else None
+
+    def _renew(self, path: str) -> None:
+        for name, module in self._model().named_modules():
             trace = trace_of(module)
             if trace is not None and not _reads_hold(module, trace):
+                if trace.parent is not None:
+                    raise StepError(
+                        f'what is changed at "{path}" was read when "{name}" was traced, and the graph of "{name}" has '
+                        f'been rewritten since, so it can\'t be traced anew. Do this before the steps at "{name}": '
+                        f"print(sch.history) shows them, sch.undo() takes back the last"
+                    )
                 undress(module, Trace)
                 self.trace(name, *self._options.get(name, (False, ())))
+
+    def follow(self, change: Callable[[], None]) -> list[str]:
+        """Carry out a change of configs, and trace anew what is called or computes differently after it.
+
+        Returns the paths of those whose graph a step has rewritten, which a new trace would lose: they keep it, so the
+        caller has to refuse the change.
+        """
+        traced = {name: one for name, one in self._model().named_modules() if trace_of(one) is not None}
+        before = self._seen() if traced else {}
+        change()
+        self.forget()
+        after = self._seen() if traced else {}
+        rewritten = []
+        for name, module in traced.items():
+            trace, options = trace_of(module), self._options.get(name, (False, ()))
+            if trace is None or (_reads_hold(module, trace) and not _differ(name, options[0], before, after)):
+                continue
+            if trace.parent is not None:
+                rewritten.append(name)
+            else:
+                dress(module, self._find(name, *options))
+        return rewritten
+
+    def _seen(self) -> dict[str, tuple[Any, Any]]:
+        """What each module is called with and what it gives back, in all recordings."""
+        found: dict[str, tuple[Any, Any]] = {}
+        for recording in (self.recording, *self._second_recordings()):
+            for path, call in recording.calls.items():
+                given, out = found.get(path, ((), ()))
+                found[path] = ((*given, signature((call.args, call.kwargs))), (*out, call.out))
+        return found
 
     def forget(self) -> None:
         """The copy is another one, or as it was before a step: what was recorded since then may not hold any more."""
         self._first = self._others = None
+        self._dropped = False
+
+    def forget_below(self, path: str) -> None:
+        """Another module is at `path`: what it and those below are called with is found out when it is asked for."""
+        for recording in (self._first, *(self._others or ())):
+            for name in list(recording.calls) if recording is not None else ():
+                if recording is not None and (name == path or name.startswith(path + ".") or not path):
+                    del recording.calls[name]
+        self._dropped = True
 
     # ---- recordings --------------------------------------------------------------------------------------------------
     @property
@@ -99,6 +160,8 @@ class Tracer:
 
     def _find(self, path: str, flatten: bool, leaves: tuple[str, ...]) -> Trace:
         module = self._module(path)
+        if self._dropped and path not in self.recording.calls:
+            self.forget()
         call = self.recording.calls.get(path)
         if call is None:
             raise TraceError(
@@ -148,7 +211,12 @@ class Tracer:
         prefix = f"{path}." if path else ""
         recordings = [self.recording, *self._second_recordings()]
         children = tuple(
-            (name, bare(child), tuple(getattr(r.calls.get(prefix + name), "out", None) for r in recordings))
+            (
+                name,
+                bare(child),
+                own_layers(child),
+                tuple(getattr(r.calls.get(prefix + name), "out", None) for r in recordings),
+            )
             for name, child in module.named_modules()
             if name
         )
@@ -157,7 +225,19 @@ class Tracer:
             for name, tensor in [*module.named_parameters(), *module.named_buffers(), *_plain_tensors(module)]
         )
         given = tuple(signature((call.args, call.kwargs)) for call in calls)
-        return (bare(module), given, children, own, flatten, leaves)
+        return (bare(module), own_layers(module), given, children, own, flatten, leaves)
+
+
+def _differ(name: str, flatten: bool, before: dict[str, tuple[Any, Any]], after: dict[str, tuple[Any, Any]]) -> bool:
+    """Whether a module is called otherwise, or gets other things back from what it calls (a flattened one: below)."""
+    prefix = f"{name}." if name else ""
+    if name not in before or name not in after or before[name][0] != after[name][0]:
+        return True
+    for path in before.keys() & after.keys():
+        below = path != name and path.startswith(prefix)
+        if below and (flatten or "." not in path[len(prefix) :]) and before[path][1] != after[path][1]:
+            return True
+    return False
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

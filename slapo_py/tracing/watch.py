@@ -20,13 +20,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 
 from slapo_py.errors import TraceError
-from slapo_py.scheduled import bare
+from slapo_py.scheduled import bare, layers, own_forward, scheduled_class
 from slapo_py.tracing.function_call import FunctionCall
 from slapo_py.tracing.held import Held
 from slapo_py.tracing.huggingface import COLLECTING_FLAG, collect, collected
 from slapo_py.tracing.reads import ABSENT, At, dotted
 from slapo_py.tracing.source import where
 from slapo_py.tracing.tape import Tape
+from slapo_py.tracing.trace import trace_of
 from slapo_py.tracing.values import FUNCTIONS, SIMPLE, Tensor, is_plain
 
 _GLOBAL_QUERIES = {
@@ -132,11 +133,12 @@ class Watch:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread or id(module) not in paths:
                 return plain_call(module, *args, **kwargs)  # another model, or another thread: none of our business
-            plain: Any = bare(module).forward
+            plain: Any = _rewritten(module) or own_forward(module)
             forward = module.__dict__.get("forward") or plain.__get__(module)
             if not capture.active or id(module) not in capture.leaves:
                 if capture.active:
                     capture.inlined.add(paths[id(module)])
+                    _refuse_rewritten(module, paths[id(module)])
                 out = forward(*args, **kwargs)
             else:
                 path, before = paths[id(module)], collected()
@@ -385,3 +387,21 @@ class Watch:
             self._patch(cls, "__getattribute__", read)
         except TypeError:
             self._saved.pop()
+
+
+def _rewritten(module: nn.Module) -> Any:
+    """The forward of a module whose graph a step has rewritten so that the original can't stand in: it may not run."""
+    trace = trace_of(module)
+    if trace is None or trace.structural:
+        return None
+    inner = tuple(layer for layer in layers(module) if layer.rank <= trace.rank)
+    forward: Any = scheduled_class(bare(module), inner).forward
+    return forward
+
+
+def _refuse_rewritten(module: nn.Module, path: str) -> None:
+    if _rewritten(module) is not None:
+        raise TraceError(
+            f"a step has rewritten the graph of {path!r}, and flattening would bypass that; keep it a call: "
+            f"trace(flatten=True, leaves=[{path!r}])"
+        )

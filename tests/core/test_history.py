@@ -315,7 +315,7 @@ STEPS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"args": [{"$": "dtype", "name": "nn"}]}, "torch has no dtype 'nn'"),
     "dtype path": ({"args": [{"$": "dtype", "name": "a.b"}]}, "torch has no dtype"),
     "device": ({"args": [{"$": "device", "name": "toaster"}]}, "torch has no device 'toaster'"),
-    "axis": ({"args": [{"$": "per_rank", "axis": "a b"}]}, "no name of a mesh axis"),
+    "axis": ({"args": [{"$": "per_rank", "axis": "a b"}]}, "needs the name of a mesh axis"),
     "float": ({"args": [{"$": "float", "value": "1"}]}, "'1' is no float"),
     "pairs": ({"args": [{"$": "dict", "items": [1]}]}, "pairs of key and value, found 1"),
     "key": ({"args": [{"$": "dict", "items": [[[1], 1]]}]}, "can't be the key of a dict"),

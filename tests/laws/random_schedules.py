@@ -13,6 +13,7 @@ from slapo_py import History, Schedule
 from slapo_py.tracing import trace_of
 from tests.laws import steps
 from tests.models import ids, net, tiny_gpt2
+from tests.patterns import functions
 from tests.running import record
 
 Call = tuple[str, str, tuple[Any, ...], dict[str, Any]]
@@ -29,6 +30,12 @@ class Model:
     attributes: dict[str, dict[str, Sequence[Any]]]
     flattened: dict[str, list[str]]
     """What is traced flat, and the globs of what stays a call there."""
+    patterns: dict[str, tuple[Any, Any]]
+    """What is looked for at a traced place, and what comes in its stead."""
+    linear: tuple[str, ...]
+    """What can be decomposed."""
+    attentions: tuple[str, ...] = ()
+    """Backends of the whole model."""
 
 
 def encoder() -> nn.Module:
@@ -57,6 +64,9 @@ MODELS: dict[str, Model] = {
             "transformer.drop": {"p": (0.0, 0.5)},
         },
         {"": ["transformer.h.*"], _H[0]: ["attn", "ln_*"], _H[1]: ["attn", "ln_*"]},
+        dict.fromkeys(_H, (functions.residual, functions.my_add)),
+        tuple(f"{h}.{part}" for h in _H for part in ("mlp.c_fc", "mlp.c_proj", "attn.c_attn")),
+        ("eager", "sdpa"),
     ),
     "net": Model(
         net,
@@ -70,6 +80,8 @@ MODELS: dict[str, Model] = {
             "norm": {"momentum": (None, 0.5), "eps": (1e-2,)},
         },
         {"": ["*norm", "blocks.1"], _B[0]: ["up"], _B[1]: ["up"]},
+        dict.fromkeys(_B, (functions.block_mlp, functions.block_mlp_parts)),
+        tuple(f"{b}.{part}" for b in _B for part in ("up", "down")),
     ),
     "encoder": Model(
         encoder,
@@ -83,15 +95,42 @@ MODELS: dict[str, Model] = {
             "2": {"eps": (1e-2,)},
         },
         {"1": ["*self_attn"], _E[0]: ["self_attn"], _E[1]: ["self_attn"]},
+        dict.fromkeys(_E, (functions.residual, functions.my_add)),
+        ("0", *(f"{e}.{part}" for e in _E for part in ("linear1", "linear2"))),
     ),
 }
 
 # How often a primitive is drawn; compiling is the slowest to run.
-WEIGHTS = {"trace": 10, "checkpoint": 6, "compile": 1, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2}
+WEIGHTS = {
+    "trace": 10, "checkpoint": 6, "compile": 1, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2, "replace": 4,
+    "group": 3, "fuse": 2, "decompose": 3, "attention": 2,
+}  # fmt: skip
 
 
-def calls(model: Model) -> dict[str, list[Call]]:
-    """All calls that a schedule of this model is drawn from, by primitive. Some of them contradict each other."""
+def calls(model: Model) -> dict[str, list[list[Call]]]:
+    """What a schedule of this model is drawn from, by primitive: one call, or those that it needs before it.
+
+    Some of them contradict each other.
+    """
+    single = _single_calls(model)
+    found = {primitive: [[one] for one in these] for primitive, these in single.items()}
+    traced = {at: ("trace", at, (), {}) for at in model.patterns}
+    nth = {at: slapo.nth(pattern, 0) for at, (pattern, _) in model.patterns.items()}
+    found["replace"] = [
+        [traced[at], ("replace", at, (new,), {"what": what})]
+        for at, (pattern, new) in model.patterns.items()
+        for what in (pattern, nth[at], slapo.pattern(pattern))
+    ] + [[("replace", at, (steps.same_linear,), {})] for at in model.linear]
+    found["group"] = [[traced[at], ("group", at, (nth[at], name), {})] for at in nth for name in ("one", "two")]
+    found["checkpoint"] += [
+        [traced[at], ("checkpoint", at, (), {"match": what})] for at, (what, _) in model.patterns.items()
+    ]
+    found["fuse"] = [[traced[at], ("fuse", at, (nth[at],), {"compiler": "eager"})] for at in nth]
+    found["fuse"] += [[("fuse", at, ("law_bias_gelu",), {})] for at in _B if model.make is net] * 2
+    return found
+
+
+def _single_calls(model: Model) -> dict[str, list[Call]]:
     flat = [
         ("trace", at, (), {"flatten": True, **({"leaves": kept} if leaves else {})})
         for at, kept in model.flattened.items()
@@ -122,15 +161,18 @@ def calls(model: Model) -> dict[str, list[Call]]:
             for args, kwargs in ((("a",), {}), (("b", "c"), {"times": 2}))
         ],
         "recompute": [("recompute", at, (), {}) for at in model.places[1:]],
+        "decompose": [("decompose", at, (), {}) for at in model.linear],
+        "attention": [("attention", "", (backend,), {}) for backend in model.attentions],
     }  # fmt: skip
 
 
 def sequences(model: Model) -> st.SearchStrategy[list[Call]]:
     known = calls(model)
-    primitives = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
-    return st.lists(
+    primitives = [name for name, weight in WEIGHTS.items() for _ in range(weight) if known[name]]
+    drawn = st.lists(
         st.sampled_from(primitives).flatmap(lambda name: st.sampled_from(known[name])), min_size=2, max_size=8
     )
+    return drawn.map(lambda groups: [call for group in groups for call in group])
 
 
 def start(model: Model) -> Schedule:

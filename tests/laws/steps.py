@@ -9,13 +9,21 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import slapo_py as slapo
-from slapo_py import Primitive, Schedule
+from slapo_py import Primitive, Schedule, kernels
 from slapo_py.errors import ArgumentError
+from tests.patterns.functions import fused_gelu, gelu_bias
 
 
 def keep_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     kept = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
     return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def same_linear(old: nn.Module) -> nn.Module:
+    """A module like the old one, whose parameters it is given."""
+    if isinstance(old, nn.Linear):
+        return nn.Linear(old.in_features, old.out_features, bias=old.bias is not None)
+    return type(old)(old.nf, old.nx)  # transformers' Conv1D
 
 
 class Mark(Primitive):
@@ -91,9 +99,11 @@ def _wreck(value: Any) -> None:
 def registered() -> Iterator[None]:
     for name, primitive in (("mark", Mark), ("recompute", Recompute)):
         slapo.register(name)(primitive)
+    kernels.register_kernel(kernels.Kernel("law_bias_gelu", fused_gelu, gelu_bias, (gelu_bias,)))
     try:
         yield
     finally:
+        kernels.unregister_kernel("law_bias_gelu")
         slapo.unregister("mark")
         slapo.unregister("recompute")
 

@@ -1,0 +1,66 @@
+"""What a kernel is, and the table of those that are registered: `sch[path].fuse("name")` looks here."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slapo_py.errors import NoMatchError, RegistryError
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused operation.
+
+    name: what `fuse` is given.
+    op: what runs; it is called with the inputs of a pattern by position, and its named wild literals by keyword.
+    reference: the same in plain torch; it defines what is computed.
+    patterns: functions of the same inputs over torch operations; each is looked for, in this order.
+    """
+
+    name: str
+    op: Function
+    reference: Function
+    patterns: tuple[Function, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise RegistryError(f"Kernel(name={self.name!r}): the name must be a Python identifier.")
+        if not self.patterns:
+            raise RegistryError(f"Kernel({self.name!r}): needs at least one pattern, or fuse could never find it.")
+
+
+_TABLE: dict[str, Kernel] = {}
+
+
+def register_kernel(kernel: Kernel) -> Kernel:
+    """Make a kernel known to `fuse`. Raises `RegistryError` if its name is taken."""
+    if kernel.name in _TABLE:
+        raise RegistryError(
+            f"register_kernel: there is a kernel {kernel.name!r} already. Choose another name, or take it away first: "
+            f'slapo_py.kernels.unregister_kernel("{kernel.name}").'
+        )
+    _TABLE[kernel.name] = kernel
+    return kernel
+
+
+def unregister_kernel(name: str) -> None:
+    """Take a kernel away again. Raises `NoMatchError` if there is none of this name."""
+    find_kernel(name)
+    del _TABLE[name]
+
+
+def find_kernel(name: str) -> Kernel:
+    """The kernel of a name. Raises `NoMatchError`, with names like it."""
+    if name not in _TABLE:
+        close = difflib.get_close_matches(str(name), _TABLE)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Registered: {', '.join(sorted(_TABLE)) or 'none yet'}."
+        raise NoMatchError(f"there is no kernel {name!r}. {hint}")
+    return _TABLE[name]
+
+
+def list_kernels() -> list[str]:
+    """The names of all registered kernels, in order."""
+    return sorted(_TABLE)

@@ -1,0 +1,107 @@
+"""The rewriter: groups of nodes become one call each, and whatever has effects keeps its order."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from slapo_py.errors import StepError
+from slapo_py.patterns.effects import draws, is_barrier
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes of a graph that one call will stand for; `outputs` are those of them that are used outside."""
+
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+NodeOf = Callable[[fx.Node], fx.Node]
+Make = Callable[[fx.Graph, int, NodeOf], fx.Node]
+
+
+def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy of a graph whose nodes have the same names, and what became of each node."""
+    new = fx.Graph()
+    table: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = (fx.map_arg(one, table.__getitem__) for one in (node.args, node.kwargs))
+        twin = table[node] = new.create_node(node.op, node.target, args, kwargs, node.name)  # type: ignore[arg-type]
+        twin.meta = dict(node.meta)
+    # names of nodes that are gone are not given again: a match that holds them must not find others
+    new._graph_namespace._used_names |= graph._graph_namespace._used_names
+    return new, table
+
+
+def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: Make) -> tuple[fx.Graph, list[fx.Node]]:
+    """A new graph in which each group of nodes is one call, and those calls.
+
+    `make(graph, index, node_of)` adds the call that stands for `groups[index]` to the new graph and returns it;
+    `node_of` gives the new graph's node for one of the old. A group of several outputs is a call that gives a tuple.
+
+    Requires: disjoint groups whose inner nodes are used inside only. Raises `StepError` if the call can't stand
+    anywhere without changing the order of what has effects.
+    """
+    new, table = copied(graph)
+    calls = []
+    for index, group in enumerate(groups):
+        nodes = sorted(table[node] for node in group.nodes)
+        after = _movable(module, nodes)
+        with new.inserting_before(nodes[-1].next):
+            call = make(new, index, table.__getitem__)
+        place = call
+        for position, output in enumerate(group.outputs):
+            value = call
+            if len(group.outputs) > 1:
+                with new.inserting_before(place.next):
+                    value = place = new.call_function(operator.getitem, (call, position))
+            table[output].replace_all_uses_with(value)
+            table[output] = value  # a later group may take it as its input
+        for node in after:
+            place.append(node)
+            place = node
+        for node in reversed(nodes):
+            new.erase_node(node)
+        calls.append(call)
+    return new, calls
+
+
+def _movable(module: nn.Module, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes between the first and the last of these that use them: they have to move behind the call."""
+    inside, after = set(nodes), []
+    follows: set[fx.Node] = set()
+    drawn, total = 0, sum(draws(node, module) for node in nodes)  # of the group
+    moved_draw = False
+    node = nodes[0]
+    while True:
+        if node in inside:
+            if any(one in follows for one in node.all_input_nodes):
+                raise StepError(f"{node.name!r} needs a value that is computed from the match itself")
+            drawn += draws(node, module)
+        else:
+            if is_barrier(node, module):
+                raise StepError(
+                    f"{node.name!r} ({_where(node)}) stands between {nodes[0].name!r} and {nodes[-1].name!r} and "
+                    f"writes in place or switches a mode, so they can't become one call. Match fewer operations"
+                )
+            moves = any(one in inside or one in follows for one in node.all_input_nodes)
+            if moves:
+                follows.add(node)
+                after.append(node)
+            drawing = draws(node, module)
+            if drawing and (drawn < total if moves else drawn or moved_draw):
+                raise StepError(
+                    f"{node.name!r} ({_where(node)}) may draw random numbers between those that "
+                    f"{nodes[0].name!r} to {nodes[-1].name!r} draw, so they can't become one call. Match fewer "
+                    f"operations"
+                )
+            moved_draw |= moves and drawing
+        if node is nodes[-1]:
+            return after
+        node = node.next
+
+
+def _where(node: fx.Node) -> str:
+    return str(node.meta.get("where", node.op))

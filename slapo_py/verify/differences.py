@@ -1,0 +1,135 @@
+"""Two tables of what was seen, held against each other: equal, different by rounding, or a bug."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EQUAL, ROUNDING, BUG, UNCOVERED = "equal", "rounding", "bug", "not covered"
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One entry that differs: why, and by how much of what is allowed (both 0.0 where it is not a matter of size)."""
+
+    key: Any
+    why: str
+    grade: str = BUG
+    error: float = 0.0
+    allowed: float = 0.0
+
+    @property
+    def may_be_rounding(self) -> bool:
+        return self.why == VALUES or self.why.startswith(COUNTED)
+
+    @property
+    def ratio(self) -> float:
+        if not self.error:
+            return 0.0
+        return self.error / self.allowed if self.allowed else float("inf")
+
+
+def suspects(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> list[Difference]:
+    """What is not bit-equal, graded as a bug for now. Where values alone differ, it may turn out to be rounding."""
+    found = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        why = _unequal(old.get(key, _ABSENT), new.get(key, _ABSENT))
+        if why:
+            found.append(Difference(key, why))
+    return found
+
+
+def _unequal(old: Any, new: Any) -> str:
+    if old is _ABSENT:
+        return f"is there in the scheduled model only: {_said(new)}"
+    if new is _ABSENT:
+        return f"is missing in the scheduled model; the original has {_said(old)}"
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return _unequal_tensors(old, new)
+    if isinstance(old, Tensor) or isinstance(new, Tensor) or type(old) is not type(new):
+        return f"is {_said(new)}; the original's is {_said(old)}"
+    if isinstance(old, float) and old != old and new != new:
+        return ""
+    return "" if old == new else f"is {_said(new)}; the original's is {_said(old)}"
+
+
+def _unequal_tensors(old: Tensor, new: Tensor) -> str:
+    for what in ("shape", "dtype", "device", "layout"):
+        one, other = getattr(old, what), getattr(new, what)
+        if one != other:
+            return f"has {what} {_plain(other)}; the original's has {_plain(one)}"
+    if not old.is_floating_point() and not old.is_complex():
+        count = int((old != new).sum())
+        return f"{COUNTED}{count} of {old.numel()} elements" if count else ""
+    if torch.equal(old, new):
+        return ""
+    if not torch.equal(old.isnan(), new.isnan()):
+        return f"has {int(new.isnan().sum())} NaN; the original's has {int(old.isnan().sum())}, at other places"
+    if not torch.equal(old.isinf(), new.isinf()):
+        return f"has {int(new.isinf().sum())} infinities; the original's has {int(old.isinf().sum())}, at other places"
+    if torch.equal(old.nan_to_num(), new.nan_to_num()):
+        return ""
+    return VALUES
+
+
+VALUES = "has other values"
+COUNTED = "differs in "
+
+
+def judged(
+    found: Difference, old: Tensor, new: Tensor, exact: Any, noisy: Sequence[Any], dtype: torch.dtype
+) -> Difference:
+    """A difference of values alone, graded: `exact` is the entry of the reference, `noisy` those of the noise runs.
+
+    Without a reference the original's own numbers stand in for it, and the noise runs alone say what is allowed.
+    """
+    alike = [one for one in noisy if isinstance(one, Tensor) and one.shape == old.shape]
+    if not isinstance(exact, Tensor) or exact.shape != old.shape:
+        exact = old
+    if not (old.is_floating_point() or old.is_complex()):
+        return _judged_whole(found, old, new, [exact, *alike])
+    usable = exact.isfinite() & old.isfinite() & new.isfinite()
+    right = _wide(exact)[usable]
+    floor = [_errors(_wide(one)[usable], right) for one in (old, *alike)]
+    unit, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    size = (float(right.abs().max()), float(right.abs().square().mean().sqrt())) if right.numel() else (0.0, 0.0)
+    allowed = [2 * max(one[which] for one in floor) + unit * size[which] + least for which in (0, 1)]
+    errors = _errors(_wide(new)[usable], right)
+    which = max((0, 1), key=lambda one: errors[one] / allowed[one])
+    fine = errors[0] <= allowed[0] and errors[1] <= allowed[1]
+    return replace(found, grade=ROUNDING if fine else BUG, error=errors[which], allowed=allowed[which])
+
+
+def _judged_whole(found: Difference, old: Tensor, new: Tensor, others: Sequence[Tensor]) -> Difference:
+    """Whole numbers may differ where the original's own depend on rounding, as the index of the larger of two."""
+    differing = old != new
+    for one in others:
+        differing &= old == one.to(old.dtype)
+    return found if bool(differing.any()) else replace(found, grade=ROUNDING)
+
+
+def _errors(one: Tensor, exact: Tensor) -> tuple[float, float]:
+    if not exact.numel():
+        return 0.0, 0.0
+    off = (one - exact).abs()
+    return float(off.max()), float(off.square().mean().sqrt())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {_plain(value.shape)}"
+    if isinstance(value, type):
+        return f"a {value.__qualname__}"
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _plain(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")

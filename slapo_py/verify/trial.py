@@ -1,0 +1,177 @@
+"""One scenario on both models, and its grade."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_py.build.materialize import materialize
+from slapo_py.clone import clone
+from slapo_py.errors import GuardError
+from slapo_py.verify import noise
+from slapo_py.verify.differences import BUG, EQUAL, ROUNDING, UNCOVERED, Difference, judged, suspects
+from slapo_py.verify.report import Row
+from slapo_py.verify.run import Plan, Result, run
+from slapo_py.verify.scenarios import Scenario
+from slapo_py.verify.state import dropped
+from slapo_py.verify.world import kept
+
+NOISE_RUNS = 6
+Table = Callable[[Result], dict[Any, Any]]
+
+
+def private(module: nn.Module) -> nn.Module:
+    """A copy that shares nothing with the module."""
+    return materialize(clone(module))
+
+
+class Trial:
+    """One scenario. The original's runs are kept, so that several schedules can be held against them."""
+
+    def __init__(self, original: nn.Module, scenario: Scenario, seed: int, own: torch.dtype) -> None:
+        self.original, self.scenario, self.own = original, scenario, own
+        self.plan = Plan(scenario, seed)
+        self._probed = False
+        self._noisy: dict[int, Result] = {}
+        self.unstable: set[object] = set()
+        """What differs between two runs of the original itself, and so was left out."""
+
+    def run(self, module: nn.Module, **options: object) -> Result:
+        """The scenario on a private copy of a module; what it leaves behind is put back."""
+        with kept():
+            return run(private(module), self.original, self.plan, probed=self._probed, **options)  # type: ignore[arg-type]
+
+    @functools.cached_property
+    def old(self) -> Result:
+        return self.run(self.original)
+
+    @functools.cached_property
+    def again(self) -> Result:
+        """A second run of the original: what differs from the first says nothing about a schedule."""
+        return self.run(self.original)
+
+    @functools.cached_property
+    def exact(self) -> Result:
+        """The reference: the original in float64."""
+        mode = functools.partial(noise.Exact, self.dtype)
+        return self.run(self.original, prepare=noise.double_module, change=noise.doubled, around=mode)
+
+    def noisy(self, seed: int) -> Result:
+        """A run of the original that is as right as its own."""
+        if seed not in self._noisy:
+            self._noisy[seed] = self.run(
+                self.original,
+                prepare=functools.partial(noise.perturb_parameters, seed=seed),
+                change=noise.perturb_input(seed),
+                around=functools.partial(noise.Noisy, seed),
+            )
+        return self._noisy[seed]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scenario.dtype or self.own
+
+    @property
+    def unit(self) -> torch.dtype:
+        """The dtype whose unit in the last place counts."""
+        return self.scenario.autocast or self.dtype
+
+    def with_probes(self) -> "Trial":
+        """The same trial with hooks on every module."""
+        other = Trial(self.original, self.scenario, self.plan.seed, self.own)
+        other._probed = True
+        return other
+
+    def differences(self, new: Result, table: Table = lambda one: one.seen) -> list[Difference]:
+        """All that differs between the original's run and another one, graded."""
+        old_seen, new_seen = table(self.old), table(new)
+        found = suspects(old_seen, new_seen)
+        if not found:
+            return []
+        unstable = {one.key for one in suspects(old_seen, table(self.again))}
+        self.unstable = {one.key for one in found} & unstable
+        found = [one for one in found if one.key not in unstable]
+        return self._graded(found, old_seen, new_seen, table)
+
+    def _graded(self, found: list[Difference], old: Any, new: Any, table: Table) -> list[Difference]:
+        """Differences of values alone are held against the reference, with as many noise runs as it takes."""
+        pending = [one for one in found if one.may_be_rounding]
+        if not pending:
+            return found
+        exact = {} if self.exact.error is not None else table(self.exact)
+        graded: dict[Any, Difference] = {}
+        runs: list[Any] = []
+        for seed in range(NOISE_RUNS + 1):
+            for one in pending:
+                key = one.key
+                noisy = [held.get(key) for held in runs]
+                graded[key] = judged(one, old[key], new[key], exact.get(key), noisy, _coarser(self.unit, old[key]))
+            pending = [one for one in pending if graded[one.key].grade == BUG]
+            if not pending or seed == NOISE_RUNS:
+                break
+            run = self.noisy(seed)
+            runs += [table(run)] if run.error is None else []
+        return [graded.get(one.key, one) for one in found]
+
+    @functools.cached_property
+    def left_out(self) -> str:
+        """Why the scenario says nothing about a schedule, if so: the original itself can't do it."""
+        error = self.old.error
+        if error is not None:
+            lines = str(error).strip().splitlines() or [""]
+            return f"the original raises {type(error).__name__}: {lines[0][:200]}"
+        if self.scenario.unusual and not all(_finite(held) for key, held in self.old.seen.items() if _counts(key)):
+            return "the original overflows"
+        return ""
+
+    def row(self, module: nn.Module) -> Row | None:
+        """The grade of a scheduled model, or None where even the original can't run the scenario."""
+        if self.left_out:
+            return None
+        new = self.run(module)
+        name, compared = self.scenario.name, len(self.old.seen)
+        if isinstance(new.error, GuardError):
+            return Row(name, UNCOVERED, 0, note=f"the schedule does not cover this: {new.error}")
+        if new.error is not None:
+            why = f"the scheduled model raises {type(new.error).__name__}: {new.error}; the original does not"
+            return Row(name, BUG, compared, (Difference(None, why),))
+        gone = dropped(module)
+        found = [one for one in self.differences(new) if not _declared(one, gone)]
+        grades = {one.grade for one in found}
+        grade = BUG if BUG in grades else ROUNDING if found else EQUAL
+        found.sort(key=_importance)
+        note = "what differs between two runs of the original itself was left out" if self.unstable else ""
+        return Row(name, grade, compared, tuple(found), note)
+
+
+_ORDER = ("output", "requires_grad of the output", "random state of", "buffer", "content of the input")
+
+
+def _importance(found: Difference) -> tuple[bool, int, int, float]:
+    """Bugs first; of those, what comes first when the model runs; of the same kind, the largest."""
+    kind, _, call = found.key
+    rank = _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+    return found.grade != BUG, call, rank, -found.ratio
+
+
+def _counts(key: Any) -> bool:
+    return key.kind in ("output", "parameter") or key.kind.startswith("gradient of")
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, Tensor) or bool(value.isfinite().all())
+
+
+def _declared(found: Difference, gone: set[str]) -> bool:
+    """What a step's map of parameters says itself: buffers that a replacement does without."""
+    kind, name, _ = found.key
+    return name in gone and kind in ("buffer", "persistence", "dtype", "shape", "requires_grad", "tie")
+
+
+def _coarser(unit: torch.dtype, tensor: Tensor) -> torch.dtype:
+    """The coarser of the scenario's dtype and the tensor's own."""
+    if not tensor.is_floating_point():
+        return unit
+    return max(unit, tensor.dtype, key=lambda one: torch.finfo(one).eps)
