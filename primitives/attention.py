@@ -3,8 +3,8 @@
 import difflib
 from typing import Any
 
-from slapo_py.attention_function import check_function, registered, registered_flex
-from slapo_py.attention_places import BACKENDS, Backend, configs_below, problem
+from slapo_py.attention.function import check_function, registered, registered_flex
+from slapo_py.attention.places import BACKENDS, Backend, configs_below, problem
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register

@@ -12,11 +12,11 @@ from torch import fx, nn
 from slapo_py import codec
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.grouped import extract
-from slapo_py.installing import install
 from slapo_py.matches import Match, occurrences
 from slapo_py.params import is_source, named_in
 from slapo_py.patterns import Attribute, Occurrence
 from slapo_py.patterns.rewrite import Group, Make, NodeOf, contract
+from slapo_py.replacing.installing import install
 from slapo_py.schedule import Schedule
 from slapo_py.scheduled import dress
 from slapo_py.tracing.reads import dotted

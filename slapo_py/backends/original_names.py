@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from slapo_py.errors import ArgumentError, CheckpointError
-from slapo_py.mapped_state import from_original, is_mapped, to_original
+from slapo_py.replacing.mapped_state import from_original, is_mapped, to_original
 
 
 class OriginalNames:

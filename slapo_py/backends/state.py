@@ -21,7 +21,7 @@ from slapo_py.backends.original_names import OriginalNames
 from slapo_py.backends.precision import Weights
 from slapo_py.backends.random_state import generators, process_state, set_process_state
 from slapo_py.errors import CheckpointError
-from slapo_py.mapped_state import dropped_buffers, from_original, is_mapped, own_buffers, to_original
+from slapo_py.replacing.mapped_state import dropped_buffers, from_original, is_mapped, own_buffers, to_original
 
 _REST = "engine.pt"
 

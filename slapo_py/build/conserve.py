@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from slapo_py.errors import BuildError
-from slapo_py.mapped_state import dropped_buffers, from_original, is_mapped, to_original
+from slapo_py.replacing.mapped_state import dropped_buffers, from_original, is_mapped, to_original
 
 
 def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = False) -> None:

@@ -36,6 +36,8 @@ def accused(sch: "Schedule", trial: Trial, row: Row, where: str) -> Blame:
     return Blame(module, step, _message(sch, row, where, module, step, why))
 
 
+GRADIENT = "gradient of the parameter"
+
 # The module
 
 
@@ -45,7 +47,9 @@ def _module(sch: "Schedule", trial: Trial, row: Row) -> str | None:
     if probed.old.error is not None:
         return _owner(trial.original, row.differences[0])
     new = probed.run(sch.module)
-    parameters = [one.key.name for one in row.differences if one.key and "gradient of the parameter" in one.key]
+    bugs = [one.key.name for one in row.differences if one.grade == BUG and one.key and one.key.kind == GRADIENT]
+    tied = _tied(trial.original)  # whose gradient comes from several places, and says little about where it went wrong
+    parameters = [name for name in bugs if name not in tied] or bugs
     found = probed.differences(new, lambda result: result.probed)
     culprit = first_module(probed.old.probed, new.probed, found, parameters)
     if culprit is not None:
@@ -53,11 +57,21 @@ def _module(sch: "Schedule", trial: Trial, row: Row) -> str | None:
     return new.raised_in if new.error is not None else _owner(trial.original, row.differences[0])
 
 
+def _tied(module: nn.Module) -> set[str]:
+    """The names of parameters that have several."""
+    names: dict[int, list[str]] = {}
+    for name, one in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(one), []).append(name)
+    return {name for several in names.values() if len(several) > 1 for name in several}
+
+
 def _owner(original: nn.Module, found: Difference) -> str | None:
     """The module that holds what a fact is about: a parameter, a buffer, a flag."""
-    if found.key is None or not found.key.name or found.key.kind in ("output", "random state of", "global state"):
+    if found.key is None or found.key.kind in ("output", "random state of", "global state"):
         return None
-    name = found.key.name
+    name = found.name or found.key.name
+    if not name:
+        return None
     modules = {path for path, _ in original.named_modules(remove_duplicate=False)}
     return name if found.key.kind == "training flag" else _nearest(name.rpartition(".")[0], modules)
 

@@ -1,5 +1,6 @@
 """Two tables of what was seen, held against each other: equal, different by rounding, or a bug."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,8 @@ class Difference:
     grade: str = BUG
     error: float = 0.0
     allowed: float = 0.0
+    name: str = ""
+    """Where the entry is a list of names: the first that differs."""
 
     @property
     def may_be_rounding(self) -> bool:
@@ -36,9 +39,12 @@ def suspects(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> list[Difference]
     """What is not bit-equal, graded as a bug for now. Where values alone differ, it may turn out to be rounding."""
     found = []
     for key in [*old, *(key for key in new if key not in old)]:
-        why = _unequal(old.get(key, _ABSENT), new.get(key, _ABSENT))
+        one, other = old.get(key, _ABSENT), new.get(key, _ABSENT)
+        why, name = _unequal(one, other), ""
+        if why and _are_names(one) and _are_names(other):
+            why, name = _names_differ(one, other)
         if why:
-            found.append(Difference(key, why))
+            found.append(Difference(key, why, name=name))
     return found
 
 
@@ -54,6 +60,23 @@ def _unequal(old: Any, new: Any) -> str:
     if isinstance(old, float) and old != old and new != new:
         return ""
     return "" if old == new else f"is {_said(new)}; the original's is {_said(old)}"
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+
+
+def _names_differ(old: tuple[str, ...], new: tuple[str, ...]) -> tuple[str, str]:
+    """Why two lists of names differ, and the name that is to blame."""
+    lost, added = [one for one in old if one not in new], [one for one in new if one not in old]
+    if lost or added:
+        said = [f"lack {lost[0]!r}"] if lost else []
+        said += [f"have {added[0]!r}, which the original's haven't"] if added else []
+        return " and ".join(said), (lost or added)[0]
+    one, other = next((one, other) for one, other in zip(old, new) if one != other)
+    parts = zip(one.split("."), other.split("."))
+    above = [part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], parts)]
+    return f"come in another order: {other!r} is where the original has {one!r}", ".".join([*above, ""])
 
 
 def _unequal_tensors(old: Tensor, new: Tensor) -> str:

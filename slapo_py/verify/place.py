@@ -10,7 +10,7 @@ from slapo_py.tracing.recorder import Inputs
 from slapo_py.tracing.values import map_tensors
 from slapo_py.verify.leaves import once
 from slapo_py.verify.trial import private
-from slapo_py.verify.world import kept
+from slapo_py.verify.world import alone
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
@@ -49,7 +49,7 @@ def calls_of(sch: "Schedule", given: list[Inputs], where: str) -> list[Inputs]:
 
 def _first_call(original: nn.Module, path: str, args: Any, kwargs: Any) -> Inputs | None:
     caught: list[Inputs] = []
-    with kept():
+    with alone():
         model = private(original)
         names = dict(model.named_modules(remove_duplicate=False))
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_py.mapped_state import dropped_buffers, is_mapped, own_buffers, to_original
+from slapo_py.replacing.mapped_state import dropped_buffers, is_mapped, own_buffers, to_original
 
 
 def named_state(module: nn.Module, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from slapo_py.verify.report import Row
 from slapo_py.verify.run import Plan, Result, run
 from slapo_py.verify.scenarios import Scenario
 from slapo_py.verify.state import dropped
-from slapo_py.verify.world import kept
+from slapo_py.verify.world import alone
 
 NOISE_RUNS = 6
 Table = Callable[[Result], dict[Any, Any]]
@@ -40,7 +40,7 @@ class Trial:
 
     def run(self, module: nn.Module, **options: object) -> Result:
         """The scenario on a private copy of a module; what it leaves behind is put back."""
-        with kept():
+        with alone():
             return run(private(module), self.original, self.plan, probed=self._probed, **options)  # type: ignore[arg-type]
 
     @functools.cached_property

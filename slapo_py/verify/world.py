@@ -144,3 +144,12 @@ def kept() -> Iterator[None]:
                     ours = {key: held for key, held in live.items() if _is_ours(key)}
                     live.clear()
                     live.update({**before, **ours})
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """As `kept`; what the user has switched on around verify (autocast, inference mode) is off within."""
+    with kept(), torch.inference_mode(False):
+        for kind in ("cpu", "cuda"):
+            torch.set_autocast_enabled(kind, False)
+        yield

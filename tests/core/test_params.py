@@ -14,8 +14,8 @@ import slapo_py as slapo
 from slapo_py import codec
 from slapo_py.errors import ArgumentError, HistoryError
 from slapo_py.history import History, Step
-from slapo_py.parameter_map import ParameterMap
 from slapo_py.params import Cat, Part, Transpose, cat, split, transpose
+from slapo_py.replacing.parameter_map import ParameterMap
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -17,7 +17,7 @@ import slapo_py as slapo
 from slapo_py.backends.base import Engine
 from slapo_py.build.conserve import check_conserved
 from slapo_py.errors import BuildError, CheckpointError
-from slapo_py.mapped_state import from_original, to_original
+from slapo_py.replacing.mapped_state import from_original, to_original
 from slapo_py.schedule import Schedule
 from tests import replacing, zoo
 from tests.engine.models import batches, engine_of, fingerprint

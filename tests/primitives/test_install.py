@@ -8,8 +8,8 @@ from torch import Tensor, fx, nn
 
 import slapo_py as slapo
 from slapo_py.errors import StepError
-from slapo_py.installing import install, taken_children
 from slapo_py.params import cat, transpose
+from slapo_py.replacing.installing import install, taken_children
 from tests.fingerprint import changes, fingerprint
 from tests.models import ids
 from tests.replacing import FUSED, lm

@@ -78,7 +78,7 @@ def fused(family: str) -> Schedule:
 
 def close(sch: Schedule, module: nn.Module, train: bool = True) -> None:
     """Outputs and, under the original's names, gradients."""
-    from slapo_py.mapped_state import to_original
+    from slapo_py.replacing.mapped_state import to_original
 
     got, expected = (record(one, {"input_ids": ids(2, 5)}, train) for one in (module, sch.original))
     gradients = {name.removeprefix("gradient of "): one for name, one in got.items() if name.startswith("gradient of ")}

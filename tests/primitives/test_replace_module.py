@@ -100,7 +100,7 @@ def test_replaced_by_the_same_is_bit_equal(path: str, new: Any, params: Any, tra
 
 
 def _gradients(sch: slapo.Schedule, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    from slapo_py.mapped_state import to_original
+    from slapo_py.replacing.mapped_state import to_original
 
     prefix = "gradient of "
     return to_original(sch.module, {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)})

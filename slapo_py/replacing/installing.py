@@ -3,10 +3,10 @@
 from torch import fx, nn
 
 from slapo_py.errors import StepError
-from slapo_py.fitting import Fit, Params, Tensors, check_untied, fit, leaving, map_of, owner_of, put_in
-from slapo_py.mapped_state import MappedState, attach
 from slapo_py.params import is_source, named_in
-from slapo_py.placing import (
+from slapo_py.replacing.fitting import Fit, Params, Tensors, check_untied, fit, leaving, map_of, owner_of, put_in
+from slapo_py.replacing.mapped_state import MappedState, attach
+from slapo_py.replacing.placing import (
     Old,
     check_keys,
     check_references,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_py.parameter_map import ParameterMap
+from slapo_py.replacing.parameter_map import ParameterMap
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,12 @@ from torch import nn
 from slapo_py import codec
 from slapo_py.clone import clone
 from slapo_py.errors import ArgumentError, CloneError, StepError
-from slapo_py.fitting import Fit, Params, Tensors, check_untied, fit, leaving, map_of, put_in
-from slapo_py.mapped_state import MappedState, attach, maps_on, stages
-from slapo_py.moving import Hooks, clear_hooks, hooks_on, move_hooks, references
-from slapo_py.parameter_map import ParameterMap
 from slapo_py.params import named_in
 from slapo_py.primitive import TABLE
+from slapo_py.replacing.fitting import Fit, Params, Tensors, check_untied, fit, leaving, map_of, put_in
+from slapo_py.replacing.mapped_state import MappedState, attach, maps_on, stages
+from slapo_py.replacing.moving import Hooks, clear_hooks, hooks_on, move_hooks, references
+from slapo_py.replacing.parameter_map import ParameterMap
 from slapo_py.root import Root
 from slapo_py.schedule import Schedule
 from slapo_py.scheduled import bare, layers

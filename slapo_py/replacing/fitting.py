@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from slapo_py import codec
 from slapo_py.errors import ArgumentError, StepError
-from slapo_py.parameter_map import ParameterMap
 from slapo_py.params import is_source, named_in
+from slapo_py.replacing.parameter_map import ParameterMap
 
 Params = Mapping[str, Any] | None
 

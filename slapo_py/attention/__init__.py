@@ -1,0 +1,1 @@
+"""Attention by another backend, through the registry of transformers: where it can go, and a function of the user."""
