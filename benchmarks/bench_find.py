@@ -1,5 +1,11 @@
-"""How long it takes to find a pattern, beside torch.fx's own matcher: `python -m benchmarks.bench_find`."""
+"""How long it takes to find a pattern, beside torch.fx's own matcher.
 
+    python benchmarks/bench_find.py [--quick]
+
+Times are medians of alternating runs in one process; only their ratios mean anything.
+"""
+
+import copy
 import gc
 import statistics
 import sys
@@ -12,8 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx, nn
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
+from torch.fx.subgraph_rewriter import replace_pattern
 
 from slapo_py.patterns import find
+from slapo_py.patterns.rewrite import Group, NodeOf, contract
 
 SIZES = (128, 512, 2048)
 
@@ -46,39 +54,66 @@ def bias_gelu(x: Any, bias: Any) -> Any:
     return F.gelu(x + bias, approximate="none")
 
 
-def measured(count: int, runs: int) -> tuple[float, float]:
-    """The median seconds of `find` and of SubgraphMatcher, run in turn on one graph."""
-    module = graph_of(count)
-    theirs = fx.symbolic_trace(bias_gelu).graph
+def fused(x: Any, bias: Any) -> Any:
+    """What comes in its place."""
+    return F.gelu(x + bias)
 
-    def ours() -> int:
-        return len(find(module, module.graph, bias_gelu))
 
-    def fxs() -> int:
-        return len(SubgraphMatcher(theirs).match(module.graph))
+def replaced(module: fx.GraphModule) -> int:
+    """One graph with a call in the place of each match: what `replace(fused, bias_gelu)` does to a traced module."""
+    found = find(module, module.graph, bias_gelu)
+    groups = [Group(one.nodes, one.outputs) for one in found]
 
-    seconds: dict[Callable[[], int], list[float]] = {ours: [], fxs: []}
+    def make(graph: fx.Graph, index: int, node_of: NodeOf) -> fx.Node:
+        inputs = found[index].inputs.values()
+        values = [node_of(v) if isinstance(v, fx.Node) else graph.create_node("get_attr", v.target) for v in inputs]
+        return graph.call_function(fused, tuple(values))
+
+    return len(contract(module, module.graph, groups, make)[1])
+
+
+def medians(runs: int, count: int, *functions: Callable[[], int]) -> list[float]:
+    """The median seconds of each function, run in turn; each must find `count` matches."""
+    seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(runs + 1):
-        for function, found in seconds.items():
+        for function, taken in zip(functions, seconds, strict=True):
             gc.collect()
             begin = time.perf_counter()
             matches = function()
-            found.append(time.perf_counter() - begin)
+            taken.append(time.perf_counter() - begin)
             assert matches == count
-    return statistics.median(seconds[ours][1:]), statistics.median(seconds[fxs][1:])
+    return [statistics.median(one[1:]) for one in seconds]  # the first of each warms up
+
+
+def measured(count: int, runs: int) -> list[float]:
+    """Seconds of `find`, SubgraphMatcher, `replace`, replace_pattern; the last on copies that were made before."""
+    module = graph_of(count)
+    theirs = fx.symbolic_trace(bias_gelu).graph
+    copies = [copy.deepcopy(module) for _ in range(runs + 1)]
+    return medians(
+        runs, count,
+        lambda: len(find(module, module.graph, bias_gelu)),
+        lambda: len(SubgraphMatcher(theirs).match(module.graph)),
+        lambda: replaced(module),
+        lambda: len(replace_pattern(copies.pop(), bias_gelu, fused)),
+    )  # fmt: skip
 
 
 def table(quick: bool = False) -> Table:
-    """Both matchers at several sizes."""
+    """Both pairs at several sizes."""
     found = Table(
-        title="find: gelu(x + bias) in each block", caption="medians of runs in turn; SubgraphMatcher: torch.fx"
+        title="gelu(x + bias) in each block: found, and replaced",
+        caption="milliseconds, medians of runs in turn; SubgraphMatcher and replace_pattern are those of torch.fx",
     )
-    for name in ("blocks", "nodes", "find, ms", "SubgraphMatcher, ms", "ratio"):
+    for name in ("blocks", "nodes", "find", "SubgraphMatcher", "ratio", "replace", "replace_pattern", "ratio"):
         found.add_column(name, justify="right")
     for count in SIZES[:1] if quick else SIZES:
-        ours, theirs = measured(count, 1 if quick else 5)
-        row = (f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{theirs / ours:.1f}x")
-        found.add_row(str(count), str(len(graph_of(count).graph.nodes)), *row)
+        ours, theirs, mine, fxs = measured(count, 1 if quick else 3)
+        found.add_row(
+            str(count), str(len(graph_of(count).graph.nodes)),
+            f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{theirs / ours:.1f}x",
+            f"{1e3 * mine:.1f}", f"{1e3 * fxs:.1f}", f"{fxs / mine:.1f}x",
+        )  # fmt: skip
     return found
 
 

@@ -7,7 +7,6 @@ Times are medians of paired, alternating runs in one process on one thread; only
 
 import argparse
 import gc
-import importlib.util
 import resource
 import statistics
 import sys
@@ -16,6 +15,7 @@ import timeit
 from collections.abc import Callable
 from typing import Any
 
+import bench_find
 import torch
 import transformers
 from rich.console import Console
@@ -149,9 +149,6 @@ def guard_cost(module: nn.Module, args: Any, kwargs: Any) -> float:
 
 def find_table(console: Console, quick: bool) -> None:
     """find and replace against torch's SubgraphMatcher and replace_pattern, on the same graphs in the same run."""
-    if importlib.util.find_spec("bench_find") is None:
-        return
-    bench_find = importlib.import_module("bench_find")
     console.print(bench_find.table(quick))
 
 

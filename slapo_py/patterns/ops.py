@@ -27,6 +27,7 @@ _OPERATORS: dict[Any, str] = {
     operator.ne: "ne", operator.lt: "lt", operator.le: "le", operator.gt: "gt", operator.ge: "ge",
     operator.getitem: "getitem", getattr: "getattr",
 }  # fmt: skip
+_ATEN = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _IN_PLACE: dict[Any, str] = {
     getattr(operator, f"i{fn.__name__.rstrip('_')}"): name
     for fn, name in _OPERATORS.items()
@@ -63,29 +64,25 @@ _BY_HAND: dict[str, tuple[str, ...]] = {
 
 def form_of_function(target: Any) -> Form:
     """The form of a `call_function` node's target."""
-    try:
-        return _function(target)
-    except TypeError:  # not hashable
-        return Form(_Same(target))
+    if target in _OPERATORS or target in _names() or isinstance(target, _ATEN):
+        return _known(target)
+    signature = _python(target) if isinstance(target, types.FunctionType) else None
+    return Form(target, (signature,) if signature else ())
 
 
 @cache
-def _function(target: Any) -> Form:
+def _known(target: Any) -> Form:
+    """The form of one of torch's functions; those of users are not kept."""
     if target in _OPERATORS:
         return _named(_OPERATORS[target])
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        overload = target if isinstance(target, torch._ops.OpOverload) else None
-        packet: Any = target.overloadpacket if overload is not None else target
-        signatures = (_schema(overload),) if overload is not None else _overloads(packet)
-        name = packet._qualified_op_name
-        return (
-            _named(name.removeprefix("aten::"), signatures) if name.startswith("aten::") else Form(packet, signatures)
-        )
-    found = _names().get(target)
-    if found is not None:
-        return _named(found, _python_named(target, found))
-    signature = _python(target) if isinstance(target, types.FunctionType) else None
-    return Form(target, (signature,) if signature else ())
+    if not isinstance(target, _ATEN):
+        name = _names()[target]
+        return _named(name, _python_named(target, name))
+    overload = target if isinstance(target, torch._ops.OpOverload) else None
+    packet: Any = target if overload is None else target.overloadpacket
+    signatures = _overloads(packet) if overload is None else (_schema(overload),)
+    space, _, name = packet._qualified_op_name.partition("::")
+    return _named(name, signatures) if space == "aten" else Form(packet, signatures)
 
 
 @cache
@@ -221,16 +218,3 @@ def op_in_place(target: Any) -> str | None:
 def is_commutative(op: Hashable, operands: dict[str, Any]) -> bool:
     """Whether the operands `input` and `other` may be swapped."""
     return op in _COMMUTATIVE and {"input", "other"} <= operands.keys() and same_literal(operands.get("alpha", 1), 1)
-
-
-class _Same:
-    """A target that can't be hashed, compared by identity."""
-
-    def __init__(self, target: Any) -> None:
-        self.target = target
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.target is self.target
-
-    def __hash__(self) -> int:
-        return id(self.target)

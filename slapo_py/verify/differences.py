@@ -1,7 +1,7 @@
 """Two tables of what was seen, held against each other: equal, different by rounding, or a bug."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,43 +102,52 @@ VALUES = "has other values"
 COUNTED = "differs in "
 
 
-def judged(
-    found: Difference, old: Tensor, new: Tensor, exact: Any, noisy: Sequence[Any], dtype: torch.dtype
-) -> Difference:
-    """A difference of values alone, graded: `exact` is the entry of the reference, `noisy` those of the noise runs.
+class Scale:
+    """What is allowed of one difference of values: it grows with each run of the original that is weighed in.
 
-    Without a reference the original's own numbers stand in for it, and the noise runs alone say what is allowed.
+    `exact` is the entry of the reference. Without one the original's own numbers stand in for it, and the other runs
+    alone say what is allowed.
     """
-    alike = [one for one in noisy if isinstance(one, Tensor) and one.shape == old.shape]
-    if not isinstance(exact, Tensor) or exact.shape != old.shape:
-        exact = old
-    if not (old.is_floating_point() or old.is_complex()):
-        return _judged_whole(found, old, new, [exact, *alike])
-    usable = exact.isfinite() & old.isfinite() & new.isfinite()
-    right = _wide(exact)[usable]
-    floor = [_errors(_wide(one)[usable], right) for one in (old, *alike)]
-    unit, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    size = (float(right.abs().max()), float(right.abs().square().mean().sqrt())) if right.numel() else (0.0, 0.0)
-    allowed = [2 * max(one[which] for one in floor) + unit * size[which] + least for which in (0, 1)]
-    errors = _errors(_wide(new)[usable], right)
-    which = max((0, 1), key=lambda one: errors[one] / allowed[one])
-    fine = errors[0] <= allowed[0] and errors[1] <= allowed[1]
-    return replace(found, grade=ROUNDING if fine else BUG, error=errors[which], allowed=allowed[which])
+
+    def __init__(self, found: Difference, old: Tensor, new: Tensor, exact: Any, dtype: torch.dtype) -> None:
+        self._found, self._shape = found, old.shape
+        exact = exact if isinstance(exact, Tensor) and exact.shape == old.shape else old
+        self._whole = not (old.is_floating_point() or old.is_complex())
+        if self._whole:
+            self._usable, self._exact = torch.ones_like(old, dtype=torch.bool), exact.to(old.dtype)
+            self._least: tuple[float, ...] = (0.0, 0.0)
+        else:
+            self._usable = exact.isfinite() & old.isfinite() & new.isfinite()
+            self._exact = right = _wide(exact)[self._usable]
+            info = torch.finfo(dtype)
+            size = (float(right.abs().max()), _rms(right)) if right.numel() else (0.0, 0.0)
+            self._least = tuple(info.eps * one + info.smallest_normal * info.eps for one in size)
+        self._error = self._errors(new)
+        self._floor = self._errors(old)
+
+    def weigh_in(self, run: Any) -> None:
+        """Another run that is as right as the original's own."""
+        if isinstance(run, Tensor) and run.shape == self._shape:
+            self._floor = tuple(map(max, self._floor, self._errors(run)))
+
+    def graded(self) -> Difference:
+        allowed = [2 * floor + least for floor, least in zip(self._floor, self._least)]
+        grade = ROUNDING if all(error <= most for error, most in zip(self._error, allowed)) else BUG
+        shares = [error / most if most else float(error > 0) for error, most in zip(self._error, allowed)]
+        which = shares.index(max(shares))
+        return replace(self._found, grade=grade, error=self._error[which], allowed=allowed[which])
+
+    def _errors(self, one: Tensor) -> tuple[float, ...]:
+        """The largest and the mean; of whole numbers, such as the index of the larger of two, how many are others."""
+        if self._whole:
+            count = float((one != self._exact).sum())
+            return count, count
+        off = (_wide(one)[self._usable] - self._exact).abs()
+        return (float(off.max()), _rms(off)) if off.numel() else (0.0, 0.0)
 
 
-def _judged_whole(found: Difference, old: Tensor, new: Tensor, others: Sequence[Tensor]) -> Difference:
-    """Whole numbers may differ where the original's own depend on rounding, as the index of the larger of two."""
-    differing = old != new
-    for one in others:
-        differing &= old == one.to(old.dtype)
-    return found if bool(differing.any()) else replace(found, grade=ROUNDING)
-
-
-def _errors(one: Tensor, exact: Tensor) -> tuple[float, float]:
-    if not exact.numel():
-        return 0.0, 0.0
-    off = (one - exact).abs()
-    return float(off.max()), float(off.square().mean().sqrt())
+def _rms(tensor: Tensor) -> float:
+    return float(tensor.abs().square().mean().sqrt())
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -80,10 +80,15 @@ def _raised(value: Any) -> Any:
 
 
 class Noisy(TorchDispatchMode):
-    """Each floating result of an operation is moved by up to half a unit in the last place."""
+    """Each floating result of an operation is moved by up to half a unit in the last place.
 
-    def __init__(self, seed: int) -> None:
+    Autocast decides for each operation whether it runs in the lower dtype, and another way of saying the same may be
+    other operations: there, `unit` is the lower dtype, and every result is as uncertain as one of it.
+    """
+
+    def __init__(self, seed: int, unit: torch.dtype | None = None) -> None:
         super().__init__()
+        self._unit = unit
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,16 +103,17 @@ class Noisy(TorchDispatchMode):
     def moved(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return value
-        return value.copy_(perturbed(value, self._generator)) if value.dtype in _LOW else value
+        return value.copy_(perturbed(value, self._generator, self._unit)) if value.dtype in _LOW else value
 
 
-def perturbed(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def perturbed(tensor: Tensor, generator: torch.Generator, unit: torch.dtype | None = None) -> Tensor:
     """Every element moved by up to half a unit in the last place; zeros, infinities and the largest values stay."""
     if not tensor.is_floating_point():
         return tensor
     info = torch.finfo(tensor.dtype)
     by = torch.rand(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device) - 0.5
-    moved = (tensor.double() * (1 + by.double() * 2 * info.eps / 2)).to(tensor.dtype)
+    eps = max(info.eps, torch.finfo(unit).eps) if unit is not None else info.eps
+    moved = (tensor.double() * (1 + by.double() * eps)).to(tensor.dtype)
     return torch.where(tensor.abs() < info.max / 2, moved, tensor)
 
 

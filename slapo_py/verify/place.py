@@ -36,7 +36,13 @@ def calls_of(sch: "Schedule", given: list[Inputs], where: str) -> list[Inputs]:
     """What the original calls the module of a place with: its first call on each of the example inputs."""
     found = []
     for args, kwargs in given:
-        call = _first_call(sch.root.original, sch.path, args, kwargs)
+        try:
+            call = _first_call(sch.root.original, sch.path, args, kwargs)
+        except Exception as error:
+            raise ArgumentError(
+                f"{where}: the original does not run on the example inputs: {type(error).__name__}: {error}. Give "
+                f"create_schedule(example_inputs=...) what the model is called with."
+            ) from error
         if call is not None:
             found.append(call)
     if not found:
@@ -57,10 +63,13 @@ def _first_call(original: nn.Module, path: str, args: Any, kwargs: Any) -> Input
             if not caught:
                 caught.append(map_tensors((args, kwargs), once(_copy)))
 
-        names[path].register_forward_pre_hook(note, with_kwargs=True)
-        model.eval()
-        with torch.enable_grad():
-            model(*map_tensors(args, once(_copy)), **map_tensors(kwargs, once(_copy)))
+        names[path].register_forward_pre_hook(note, with_kwargs=True, prepend=True)
+        for training in (False, True):  # a module may be called in one of the modes only
+            model.train(training)
+            with torch.enable_grad():
+                model(*map_tensors(args, once(_copy)), **map_tensors(kwargs, once(_copy)))
+            if caught:
+                break
     return caught[0] if caught else None
 
 

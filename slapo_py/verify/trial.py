@@ -11,7 +11,7 @@ from slapo_py.build.materialize import materialize
 from slapo_py.clone import clone
 from slapo_py.errors import GuardError
 from slapo_py.verify import noise
-from slapo_py.verify.differences import BUG, EQUAL, ROUNDING, UNCOVERED, Difference, judged, suspects
+from slapo_py.verify.differences import BUG, EQUAL, ROUNDING, UNCOVERED, Difference, Scale, suspects
 from slapo_py.verify.report import Row
 from slapo_py.verify.run import Plan, Result, run
 from slapo_py.verify.scenarios import Scenario
@@ -65,7 +65,7 @@ class Trial:
                 self.original,
                 prepare=functools.partial(noise.perturb_parameters, seed=seed),
                 change=noise.perturb_input(seed),
-                around=functools.partial(noise.Noisy, seed),
+                around=functools.partial(noise.Noisy, seed, self.scenario.autocast),
             )
         return self._noisy[seed]
 
@@ -101,18 +101,19 @@ class Trial:
         if not pending:
             return found
         exact = {} if self.exact.error is not None else table(self.exact)
-        graded: dict[Any, Difference] = {}
-        runs: list[Any] = []
-        for seed in range(NOISE_RUNS + 1):
-            for one in pending:
-                key = one.key
-                noisy = [held.get(key) for held in runs]
-                graded[key] = judged(one, old[key], new[key], exact.get(key), noisy, _coarser(self.unit, old[key]))
-            pending = [one for one in pending if graded[one.key].grade == BUG]
-            if not pending or seed == NOISE_RUNS:
+        scales = {
+            one.key: Scale(one, old[one.key], new[one.key], exact.get(one.key), _coarser(self.unit, old[one.key]))
+            for one in pending
+        }
+        graded = {key: scale.graded() for key, scale in scales.items()}
+        for seed in range(NOISE_RUNS):
+            doubtful = [key for key, one in graded.items() if one.grade == BUG]
+            if not doubtful:
                 break
             run = self.noisy(seed)
-            runs += [table(run)] if run.error is None else []
+            for key in doubtful if run.error is None else ():
+                scales[key].weigh_in(table(run).get(key))
+                graded[key] = scales[key].graded()
         return [graded.get(one.key, one) for one in found]
 
     @functools.cached_property
@@ -126,24 +127,44 @@ class Trial:
             return "the original overflows"
         return ""
 
+    def _other_refusal(self, module: nn.Module) -> str:
+        """Where the original raises for a size that it does not take, the scheduled model does alike."""
+        expected = self.old.error
+        if expected is None or self.scenario.unusual:  # an operation may lack a dtype, and another one have it
+            return ""
+        raised = self.run(module).error
+        if raised is None or isinstance(raised, (GuardError, type(expected))) or isinstance(expected, type(raised)):
+            return ""
+        return f"the scheduled model raises {type(raised).__name__}: {raised}; {self.left_out}"
+
     def row(self, module: nn.Module) -> Row | None:
         """The grade of a scheduled model, or None where even the original can't run the scenario."""
-        if self.left_out:
-            return None
-        new = self.run(module)
         name, compared = self.scenario.name, len(self.old.seen)
+        if self.left_out:
+            why = self._other_refusal(module)
+            return Row(name, BUG, compared, (Difference(None, why),)) if why else None
+        new = self.run(module)
         if isinstance(new.error, GuardError):
             return Row(name, UNCOVERED, 0, note=f"the schedule does not cover this: {new.error}")
         if new.error is not None:
             why = f"the scheduled model raises {type(new.error).__name__}: {new.error}; the original does not"
             return Row(name, BUG, compared, (Difference(None, why),))
         gone = dropped(module)
-        found = [one for one in self.differences(new) if not _declared(one, gone)]
+        there = {name for name, _ in module.named_modules(remove_duplicate=False)}
+        found = [one for one in self.differences(new) if not _declared(one, gone, there)]
         grades = {one.grade for one in found}
         grade = BUG if BUG in grades else ROUNDING if found else EQUAL
         found.sort(key=_importance)
-        note = "what differs between two runs of the original itself was left out" if self.unstable else ""
-        return Row(name, grade, compared, tuple(found), note)
+        return Row(name, grade, compared, tuple(found), self._note(found))
+
+    def _note(self, found: list[Difference]) -> str:
+        notes = ["what differs between two runs of the original itself was left out"] if self.unstable else []
+        if any(one.may_be_rounding for one in found) and self.exact.error is not None:
+            notes.append(
+                f"the original does not run in float64 ({type(self.exact.error).__name__}: {self.exact.error}), so "
+                f"that its own numbers stood in for exact ones"
+            )
+        return "; ".join(notes)
 
 
 _ORDER = ("output", "requires_grad of the output", "random state of", "buffer", "content of the input")
@@ -164,9 +185,11 @@ def _finite(value: Any) -> bool:
     return not isinstance(value, Tensor) or bool(value.isfinite().all())
 
 
-def _declared(found: Difference, gone: set[str]) -> bool:
-    """What a step's map of parameters says itself: buffers that a replacement does without."""
+def _declared(found: Difference, gone: set[str], there: set[str]) -> bool:
+    """What a replacement says itself: buffers that it does without, modules that are no longer there."""
     kind, name, _ = found.key
+    if kind == "training flag" and name not in there:
+        return True  # what they held is looked at under the names of their parameters and buffers
     return name in gone and kind in ("buffer", "persistence", "dtype", "shape", "requires_grad", "tie")
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from slapo_py.errors import ArgumentError, NoExampleInputs, VerificationError
 from slapo_py.tracing.recorder import Inputs, normalize_inputs
 from slapo_py.verify.blame import accused
-from slapo_py.verify.differences import BUG
+from slapo_py.verify.differences import BUG, UNCOVERED
 from slapo_py.verify.place import calls_of, original_at
 from slapo_py.verify.report import Report
 from slapo_py.verify.scenarios import mixed_flags, scenarios
@@ -42,13 +42,13 @@ def verify(sch: "Schedule", *, steps: int = 1, seed: int = 0) -> Report:
     skipped = []
     for scenario in scenarios(given, steps, own, mixed_flags(original)):
         trial = Trial(original, scenario, seed, own)
+        if trial.left_out and not scenario.derived:
+            raise ArgumentError(
+                f'{where}: the original does not run on the example inputs (scenario "{scenario.name}"): '
+                f"{trial.left_out}. Give create_schedule(example_inputs=...) what the model is called with."
+            )
         row = trial.row(module)
         if row is None:
-            if not scenario.derived:
-                raise ArgumentError(
-                    f'{where}: the original does not run on the example inputs (scenario "{scenario.name}"): '
-                    f"{trial.left_out}. Give create_schedule(example_inputs=...) what the model is called with."
-                )
             skipped.append(f'"{scenario.name}" was left out: {trial.left_out}.')
             continue
         report.rows.append(row)
@@ -56,11 +56,22 @@ def verify(sch: "Schedule", *, steps: int = 1, seed: int = 0) -> Report:
             report.notes += skipped
             blame = accused(sch, trial, row, where)
             report.module, report.step = blame.module, blame.step
-            error = VerificationError(blame.message)
-            error.report = report
-            raise error
+            raise _failed(report, blame.message)
     report.notes += skipped
+    if all(row.grade == UNCOVERED for row in report.rows):
+        raise _failed(
+            report,
+            f"{where}: the schedule covers none of the {len(report.rows)} scenarios, the example inputs included, so "
+            f"nothing could be compared. {report.rows[0].note}. Create the schedule with example inputs of the kind "
+            f"that the model is to run on.",
+        )
     return report
+
+
+def _failed(report: Report, message: str) -> VerificationError:
+    error = VerificationError(message)
+    error.report = report
+    return error
 
 
 def _check(where: str, steps: int, seed: int) -> None:

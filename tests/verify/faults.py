@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.verify.lab import Attention, Mix, Mlp
 
-Change = Callable[[nn.Module], Any]
+Change = Callable[..., Any]
 
 
 @dataclass(frozen=True)

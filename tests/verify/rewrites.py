@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.verify.lab import Attention, Mlp
 
-Change = Callable[[nn.Module], Any]
+Change = Callable[..., Any]
 
 
 @dataclass(frozen=True)
