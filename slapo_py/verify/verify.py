@@ -8,6 +8,7 @@ from torch import nn
 from slapo_py.errors import ArgumentError, NoExampleInputs, VerificationError
 from slapo_py.tracing.recorder import Inputs, normalize_inputs
 from slapo_py.verify.blame import accused
+from slapo_py.verify.compiled import code_forgotten
 from slapo_py.verify.differences import BUG, UNCOVERED
 from slapo_py.verify.place import calls_of, original_at
 from slapo_py.verify.report import Report
@@ -31,6 +32,11 @@ def verify(sch: "Schedule", *, steps: int = 1, seed: int = 0) -> Report:
     Raises: VerificationError, for a difference that is a bug; it names the module and the step. NoExampleInputs,
     ArgumentError.
     """
+    with code_forgotten():
+        return _verified(sch, steps, seed)
+
+
+def _verified(sch: "Schedule", steps: int, seed: int) -> Report:
     where = f'verify at "{sch.path}"' if sch.path else "verify"
     _check(where, steps, seed)
     module, original = sch.module, original_at(sch, where)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _device
 
 from slapo_py.snapshot import random_states_kept
+from slapo_py.verify.compiled import compiling_always
 
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 _REGISTRIES = (
@@ -149,7 +150,7 @@ def kept() -> Iterator[None]:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """As `kept`; what the user has switched on around verify (autocast, inference mode) is off within."""
-    with kept(), torch.inference_mode(False):
+    with kept(), torch.inference_mode(False), compiling_always():
         for kind in ("cpu", "cuda"):
             torch.set_autocast_enabled(kind, False)
         yield

@@ -40,6 +40,8 @@ def bug(model: nn.Module, given: Any, at: str, change: Any, match: str) -> Any:
 class Wrapped(nn.Module):
     """A part below a model, so that it has a name."""
 
+    part: Any
+
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.part = part
