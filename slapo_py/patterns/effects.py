@@ -35,7 +35,7 @@ def is_barrier(node: fx.Node, module: nn.Module) -> bool:
         or (name.endswith("_") and not name.endswith("__"))
         or name == "__setitem__"
         or node.kwargs.get("inplace") is True
-        or "out" in node.kwargs
+        or node.kwargs.get("out") is not None
         or bool(getattr(schema, "is_mutable", False))
     )
 

@@ -233,6 +233,7 @@ SAME: list[Row] = [
     ("inplace=True", lambda a: F.relu(a), lambda m, x, y, z: F.relu(x, inplace=True), {}, 0),
     ("an in-place module", lambda a: F.relu(a), lambda m, x, y, z: m.act(x), {"act": nn.ReLU(inplace=True)}, 0),
     ("out=", lambda a, b: torch.add(a, b), lambda m, x, y, z: torch.add(x, y, out=z), {}, 0),
+    ("out=None", lambda a: F.normalize(a), lambda m, x, y, z: F.normalize(x, dim=1), {}, 1),
     # unknown functions
     ("a custom operation", lambda a: twice(a), lambda m, x, y, z: twice(x), {}, 1),
     ("its arguments", lambda a: twice(a.relu()), lambda m, x, y, z: twice(x=x.relu()), {}, 1),
