@@ -312,6 +312,7 @@ STEPS: dict[str, tuple[dict[str, Any], str]] = {
     "no kind": ({"args": [{"a": 1}]}, "value of unknown kind None"),
     "field": ({"args": [{"$": "dtype", "name": 3}]}, "a dtype needs exactly the field 'name' with a str"),
     "fields": ({"args": [{"$": "dtype", "name": "float32", "x": 1}]}, "a dtype needs exactly the field"),
+    "value": ({"args": [{"$": "per_rank", "axis": "tp", "x": 1}]}, "a per_rank needs exactly the fields .'axis'."),
     "dtype": ({"args": [{"$": "dtype", "name": "nn"}]}, "torch has no dtype 'nn'"),
     "dtype path": ({"args": [{"$": "dtype", "name": "a.b"}]}, "torch has no dtype"),
     "device": ({"args": [{"$": "device", "name": "toaster"}]}, "torch has no device 'toaster'"),
