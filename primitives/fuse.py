@@ -106,7 +106,7 @@ def _prepared(place: Schedule, what: Pattern, name: str) -> list[Occurrence]:
     try:
         return occurrences(place, what, f"fuse({name!r})")
     except NoMatchError:
-        parts = [path for path in kept if has_parts(place[path].module) and not layers(place[path].module)]
+        parts = [path for path in kept if _decomposes(place[path].module)]
         if not parts:
             raise
     for path in parts:
@@ -140,9 +140,14 @@ def _opens(module: nn.Module) -> bool:
     return free and not is_known(module) and not any(layers(one) or any(hooks_of(one)) for one in module.modules())
 
 
+def _decomposes(module: nn.Module) -> bool:
+    """Whether a submodule may become its product and its bias in the graph; hooks on it would not run any more."""
+    return has_parts(module) and not layers(module) and not any(hooks_of(module))
+
+
 def _retrace(place: Schedule, leaves: list[str]) -> None:
     undress(place.module, Trace)
-    place.trace(flatten=True, leaves=leaves) if leaves else place.trace(flatten=True)
+    place.trace(flatten=True, leaves=leaves)
 
 
 def _is_taken(place: Schedule, path: str, found: list[Occurrence]) -> bool:

@@ -4,8 +4,8 @@ from typing import Any
 
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
+from slapo_py.replacing.matched import check_replacement, replace_matches
 from slapo_py.replacing.placing import check_put, put
-from slapo_py.rewriting import check_replacement, replace_matches
 from slapo_py.schedule import Schedule
 
 

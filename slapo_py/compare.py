@@ -1,10 +1,9 @@
 """`slapo.compare({...})`: several schedules of one model side by side, measured in one run."""
 
-import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -17,7 +16,7 @@ from slapo_py.build.build import build
 from slapo_py.errors import ArgumentError, NoExampleInputs, VerificationError
 from slapo_py.report.measure import PeakBytes, paired_ratio, saved_activations
 from slapo_py.schedule import Schedule, create_schedule
-from slapo_py.snapshot import random_states_kept
+from slapo_py.snapshot import nothing_collected, random_states_kept
 from slapo_py.tracing import misses
 from slapo_py.tracing.recorder import Inputs, normalize_inputs
 from slapo_py.tracing.values import map_tensors
@@ -116,7 +115,8 @@ def compare(
             "compare needs to know what the model is called with. Write compare({...}, batch), or give create_schedule "
             "example_inputs."
         )
-    with random_states_kept(), _collecting_nothing(), torch.enable_grad():
+    gc.collect()  # what is left from before is nobody's time
+    with random_states_kept(), nothing_collected(), torch.enable_grad():
         plain = create_schedule(first.root.original)
         run = _Run(given[0], batch, loss)
         base = _built(plain)
@@ -275,19 +275,6 @@ def _grade(sch: Schedule) -> tuple[str, str]:
 def _wait() -> None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """A garbage collection would be counted to whoever runs at the time."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _draw(path: "str | PathLike[str]", found: Comparison) -> None:

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from slapo_py import codec
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.grouped import extract
-from slapo_py.matches import Match, occurrences
+from slapo_py.matches import occurrences
 from slapo_py.params import is_source, named_in
 from slapo_py.patterns import Attribute, Occurrence
 from slapo_py.patterns.rewrite import Group, Make, NodeOf, contract
-from slapo_py.replacing.installing import install
 from slapo_py.schedule import Schedule
 from slapo_py.scheduled import dress
 from slapo_py.tracing.reads import dotted
@@ -29,7 +27,7 @@ def with_function(place: Schedule, found: Sequence[Occurrence], function: Callab
     Raises: ArgumentError, if the function can't be called so or would lose parameters; StepError, if the calls can't
     stand anywhere.
     """
-    where, name = f'{primitive} at "{place.path}"', _name(function)
+    where, name = f'{primitive} at "{place.path}"', name_of(function)
     _check_takes(where, function, found[0])
     for one in found:
         _check_mode(place, where, name, one)
@@ -41,10 +39,10 @@ def with_function(place: Schedule, found: Sequence[Occurrence], function: Callab
         return graph.call_function(target, args, {n: _given(graph, v, node_of) for n, v in one.wilds.items()})
 
     trace = _rewritten(place, found, make, primitive, structural=False, name=name)
-    lost = _parameters(place.module, trace_of(place.module)) - _parameters(place.module, trace)
+    lost = parameters_of(place.module, trace_of(place.module)) - parameters_of(place.module, trace)
     if lost:
         raise ArgumentError(
-            f"{where}: {name} would stand for operations that use {_few(lost)}, and is not given them, so they would "
+            f"{where}: {name} would stand for operations that use {few(lost)}, and is not given them, so they would "
             f"never be trained again. Take them as inputs of the pattern, as in lambda x, w, b: F.linear(x, w, b), or "
             f"put a module there and say where its parameters come from: replace(module, pattern, params={{...}})."
         )
@@ -146,7 +144,7 @@ class Called:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        name = _name(function)
+        name = name_of(function)
         self.__name__ = self.__qualname__ = name if name.isidentifier() else "function"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +217,7 @@ def _renamed(condition: str, old: str, new: str) -> str:
     return re.sub(rf"(?<![\w.']){re.escape(old)}(?![\w'])", new, condition)
 
 
-def _parameters(module: nn.Module, trace: Trace | None) -> set[str]:
+def parameters_of(module: nn.Module, trace: Trace | None) -> set[str]:
     """Names of the parameters that a graph uses, itself or in a submodule that it calls."""
     found: set[str] = set()
     own = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -241,20 +239,20 @@ def _check_takes(where: str, function: Callable[..., Any], one: Occurrence) -> N
     except TypeError as error:
         given = [*one.inputs, *(f"{name}=..." for name in one.wilds)]
         raise ArgumentError(
-            f"{where}: {_name(function)}{signature} can't be called with what the pattern has, "
+            f"{where}: {name_of(function)}{signature} can't be called with what the pattern has, "
             f"({', '.join(given)}): {error}. The inputs of the pattern go to it in their order, values of "
             f"slapo.wild(name) by that name."
         ) from None
 
 
-def _check_mode(place: "Schedule", where: str, name: str, one: Occurrence) -> None:
+def _check_mode(place: Schedule, where: str, name: str, one: Occurrence) -> None:
     """Refuse a function that stands for a dropout and isn't told whether to drop: it would do so in eval mode, too."""
     given = [getattr(value, "target", "") for value in (*one.inputs.values(), *one.wilds.values())]
-    if any(str(target).rpartition(".")[2] == "training" for target in given):
+    if any(map(_is_mode, given)):
         return
     for node in one.nodes:
         child = place.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        flags = [arg for arg in node.all_input_nodes if arg.op == "get_attr" and str(arg.target).endswith("training")]
+        flags = [arg for arg in node.all_input_nodes if arg.op == "get_attr" and _is_mode(arg.target)]
         if flags or isinstance(child, nn.modules.dropout._DropoutNd):
             raise ArgumentError(
                 f"{where}: {node.name!r} drops in train mode only, and {name} isn't told the mode. Make it an input of "
@@ -262,7 +260,12 @@ def _check_mode(place: "Schedule", where: str, name: str, one: Occurrence) -> No
             )
 
 
-def _name(function: Any) -> str:
+def _is_mode(target: Any) -> bool:
+    return str(target).rpartition(".")[2] == "training"
+
+
+def name_of(function: Any) -> str:
+    """What a message calls a function or a class."""
     return str(getattr(function, "__qualname__", None) or type(function).__name__)
 
 
@@ -272,88 +275,7 @@ def _printable(function: Any) -> bool:
     return isinstance(function, kinds) and str(getattr(function, "__name__", "")).replace(".", "_").isidentifier()
 
 
-def _few(names: set[str]) -> str:
+def few(names: set[str]) -> str:
+    """The first of some names, for a message."""
     shown = ", ".join(repr(name) for name in sorted(names)[:4])
     return shown + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def check_replacement(place: Schedule, new: Any, what: Any, params: Any) -> None:
-    """Refuse a replacement of matches, or accept it; nothing changes."""
-    where = f'replace at "{place.path}"'
-    place._trace()
-    found = occurrences(place, what, "replace")
-    if not isinstance(new, nn.Module) and not callable(new):
-        raise ArgumentError(
-            f"{where}: needs a function, a module or a factory of one, found {new!r}. Write "
-            f"replace(my_function, pattern)."
-        )
-    if not _is_factory(new, params):
-        with_function(place, found, new, "replace")
-        return
-    if isinstance(new, nn.Module) and len(found) > 1 and any(True for _ in new.parameters()):
-        raise ArgumentError(
-            f"{where}: one module would stand for {len(found)} matches, and they would share its parameters. Give "
-            f"a factory, a class or a function of the match that returns a module, or one match."
-        )
-    if params and len(found) > 1:
-        raise ArgumentError(
-            f"{where}: params says where the parameters of one module come from, and there are {len(found)} matches. "
-            f'Give one of them: m = sch["{place.path}"].find(pattern); replace(..., m[0], params={{...}}).'
-        )
-    names = fresh_names(place, _stem(new), len(found))
-    for name in names:
-        check_name(place, name, "replace")
-    with_submodules(place, found, names, "replace", params)
-
-
-def replace_matches(place: Schedule, new: Any, what: Any, params: Any) -> None:
-    """Put a function, or a module for each, in the place of matches. Only after `check_replacement`."""
-    found = occurrences(place, what, "replace")
-    if not _is_factory(new, params):
-        dress(place.module, with_function(place, found, new, "replace"))
-        return
-    module, before = place.module, trace_of(place.module)
-    names = fresh_names(place, _stem(new), len(found))
-    trace = with_submodules(place, found, names, "replace", params)
-    made = [_module_for(place, new, what, one) for one in found]  # all of them first: a factory looks at the children
-    paths = {path for path, _ in module.named_modules()}
-    for name, one in zip(names, made, strict=True):
-        install(place, name, one, params, trace.graph)
-    trace = trace.without(paths - {path for path, _ in module.named_modules()})
-    lost = _parameters(module, before) - _parameters(module, trace)
-    if lost:
-        raise ArgumentError(
-            f'replace at "{place.path}": {_name(new)} would stand for operations that use {_few(lost)}, and takes '
-            f"nothing of them, so they would never be trained again. Say which of its parameters does: "
-            f"params={{{codec.Source().write(sorted(lost)[0].rpartition('.')[2])}: ...}}."
-        )
-    dress(module, trace)
-
-
-def _module_for(place: Schedule, new: Any, what: Any, one: Occurrence) -> nn.Module:
-    """What a module, class or factory gives for a match; it is given the match if it needs an argument."""
-    if isinstance(new, nn.Module):
-        return new
-    try:
-        inspect.signature(new).bind()
-        arguments: tuple[Match, ...] = ()
-    except TypeError:
-        arguments = (Match(place, what, one, frozenset()),)
-    made = new(*arguments)
-    if not isinstance(made, nn.Module):
-        raise ArgumentError(
-            f'replace at "{place.path}": with params=, {_name(new)} makes a module for each match, and it returned '
-            f"{type(made).__name__}. To put the function itself there, leave params out."
-        )
-    return made
-
-
-def _is_factory(new: Any, params: Any) -> bool:
-    """A module or what makes one: a class, or (because only modules have parameters) a function with `params`."""
-    return isinstance(new, nn.Module | type) or params is not None
-
-
-def _stem(new: Any) -> str:
-    kind = new if isinstance(new, type) else type(new) if isinstance(new, nn.Module) else new
-    name = re.sub(r"\W", "_", getattr(kind, "__name__", "module")).strip("_") or "module"
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

@@ -1,7 +1,6 @@
 """What all cursors of one schedule share: the original, the scheduled copy, the history."""
 
 import difflib
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from slapo_py.clone import clone
 from slapo_py.errors import PathError, StaleCursorError
 from slapo_py.history import History, Step
 from slapo_py.primitive import TABLE
-from slapo_py.snapshot import Snapshot, random_states_kept
+from slapo_py.snapshot import Snapshot, nothing_collected, random_states_kept
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
@@ -116,7 +115,7 @@ class Root:
         """Steps within the body belong to a larger one: they are carried out, but not recorded on their own."""
         self._depth += 1
         try:
-            with random_states_kept(), _compiling_nothing(), _collecting_nothing(), self.transaction(path):
+            with random_states_kept(), _compiling_nothing(), nothing_collected(), self.transaction(path):
                 yield
         finally:
             self._depth -= 1
@@ -181,18 +180,6 @@ class Root:
         """What modules are called with may be different from now on."""
         if self._tracer is not None:
             self._tracer.forget()
-
-
-@contextmanager
-def _collecting_nothing() -> Iterator[None]:
-    """No garbage collection within a step: what its callbacks and finalizers do is no part of the model's forward."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _compiling_nothing() -> AbstractContextManager[Any]:

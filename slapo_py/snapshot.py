@@ -1,5 +1,6 @@
 """All or nothing: what a step may change is noted before it runs and put back if it raises."""
 
+import gc
 import random
 import sys
 import types
@@ -89,6 +90,18 @@ class Snapshot:
             if tensor.grad is not grad:
                 tensor.grad = grad
         return attributes
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage collection within: what its callbacks and finalizers do, and take, belongs to nobody in there."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -126,8 +126,7 @@ class Matcher:
         if isinstance(a, Wild):
             return True
         if a is MODE:
-            target = self.terms.same(b)
-            return isinstance(target, Attribute) and target.target.split(".")[-1] == "training"
+            return is_mode(self.terms.same(b))
         if isinstance(a, tuple | list):
             same_kind = isinstance(b, tuple if isinstance(a, tuple) else list) and len(a) == len(b)
             return same_kind and all(map(self.alike, a, b))
@@ -338,6 +337,11 @@ class Matcher:
                     return ("a cycle", node, user)
                 waiting.append(user)
         return None
+
+
+def is_mode(value: Any) -> bool:
+    """Whether an operand is the training flag of a module."""
+    return isinstance(value, Attribute) and value.target.rpartition(".")[2] == "training"
 
 
 def pairs_of(mine: Term, theirs: Term) -> Pairs | None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import fx, nn
 
 from slapo_py.patterns.children import hindrance, resembles
-from slapo_py.patterns.matcher import Matcher, pairs_of
+from slapo_py.patterns.matcher import Matcher, is_mode, pairs_of
 from slapo_py.patterns.ops import op_in_place
 from slapo_py.patterns.pattern import as_pattern
 from slapo_py.patterns.search import Search
@@ -158,10 +158,15 @@ class _Nearest:
             )
         if a is MODE:
             return (
-                f"{found} for training, where the pattern leaves it out and so means the mode of the module. Write "
-                f"training={_shown(b)}, or training=slapo.wild()"
+                f"{found} for training, where the pattern has a module, which follows the mode. Write the function "
+                f"with training={_shown(b)}, or training=slapo.wild()"
             )
         text = f"{found} where the pattern has {_shown(a)}"
+        if isinstance(a, bool) and is_mode(self.matcher.terms.same(b)):
+            return (
+                f"{text}: it drops in train mode only. Make the mode an input of the pattern, as in "
+                f"lambda x, training: F.dropout(x, 0.1, training)"
+            )
         if isinstance(b, fx.Node | Attribute):
             return f"{text}. For a value that is computed write slapo.wild()"
         return text

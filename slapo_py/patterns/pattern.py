@@ -2,7 +2,6 @@
 
 import inspect
 import re
-import sys
 import threading
 import types
 import weakref
@@ -18,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from slapo_py import codec
 from slapo_py.errors import PatternError, ScheduleError
 from slapo_py.patterns.binding import parts
-from slapo_py.patterns.omitted import is_written
 from slapo_py.patterns.terms import Terms
 from slapo_py.patterns.words import MODE, Child, Wild
 
@@ -77,8 +75,9 @@ def pattern(f: Any, *alternatives: Any) -> Pattern:
     regular expression, `slapo.wild()` for a literal of any value.
 
     Operations are found along the data, however they are written: `nn.GELU()`, `F.gelu` and methods are the same;
-    operands of `+` and the like may be swapped; an omitted default is the default. A dropout without `training`
-    follows the mode of the module.
+    operands of `+` and the like may be swapped; an omitted default is the default, so that `F.dropout(x, p)` is one
+    that always drops. One that follows the mode: `nn.Dropout(p)(x)`, or `F.dropout(x, p, training)` with the mode as an
+    input, which a function that takes its place then gets.
 
     Alternatives are looked for in their order, each in what the ones before have left. Plain functions are patterns
     wherever one is wanted; `slapo.pattern` is also a decorator, and `A | B` is a pattern of both.
@@ -162,14 +161,8 @@ class _Tracer(fx.Tracer):
             return a
         try:
             return super().create_arg(a)
-        except NotImplementedError:
-            return a
-
-    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Proxy:
-        if kwargs.get("training") is True and isinstance(target, types.FunctionType):
-            if not is_written(target.__code__, "training", sys._getframe()):
-                kwargs = {**kwargs, "training": MODE}
-        return super().create_proxy(kind, target, args, kwargs, *more, **named)
+        except NotImplementedError:  # what fx says of a kind of argument that it doesn't know, such as a user's object
+            return a  # a literal like any other: compared with what the graph has there
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         raise _refusal(
@@ -236,7 +229,7 @@ def _traced(function: Function) -> Body:
 
 @contextmanager
 def _recording(tracer: _Tracer) -> Iterator[None]:
-    """Modules that the function calls run their own forward; `training` of a dropout then means the mode."""
+    """Modules that the function calls run their own forward; their `training` means the mode of the graph's module."""
     changed: list[tuple[nn.Module, Any]] = []
 
     def enter(module: nn.Module, args: Any) -> None:

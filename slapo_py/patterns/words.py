@@ -60,7 +60,7 @@ class Child:
 
 
 class _Mode:
-    """`training` that is left out in a pattern: the mode of the module."""
+    """`training` of a module that a pattern calls: the mode of the graph's module."""
 
     def __repr__(self) -> str:
         return "the mode of the module"

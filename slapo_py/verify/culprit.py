@@ -8,6 +8,7 @@ from slapo_py.verify.differences import BUG, Difference
 from slapo_py.verify.probes import Probe
 
 Visit = tuple[str, int]
+_FLAG = "requires_grad of the"
 _BEFORE = {"input", "random state before"}
 _AFTER = {"output", "input afterwards", "random state after", "global state after", "buffer"}
 
@@ -21,12 +22,19 @@ def first_module(
     `parameters`: the names of those whose gradients differ.
     """
     bad: dict[Visit, set[str]] = defaultdict(set)
+    changed: dict[Visit, set[str]] = defaultdict(set)
     for one in found:
         if one.grade == BUG:
             bad[one.key.path, one.key.number].add(one.key.kind)
+        if one.key in old and one.key in new:
+            changed[one.key.path, one.key.number].add(one.key.kind)
     both = _visits(old, "output") & _visits(new, "output")
-    for visit in dict.fromkeys((one.path, one.number) for one in old if one.kind == "output"):
+    order = list(dict.fromkeys((one.path, one.number) for one in old if one.kind == "output"))
+    for visit in order:
         if visit in both and bad[visit] & _AFTER and not bad[visit] & _BEFORE:
+            return visit[0]
+    for visit in order:  # of what runs without gradients in one of the two nothing was noted
+        if f"{_FLAG} output" in changed[visit] and f"{_FLAG} input" not in changed[visit]:
             return visit[0]
     return _first_backward(old, new, bad, parameters)
 

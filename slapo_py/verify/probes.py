@@ -84,6 +84,8 @@ class Probes:
     def _note(self, path: str, number: int, kind: str, value: Any, name: str = "") -> None:
         for at, leaf in leaves(value, name):
             self.seen[Probe(path, number, kind, at)] = leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+            if isinstance(leaf, Tensor) and torch.is_grad_enabled() and kind in ("input", "output"):
+                self.seen[Probe(path, number, f"requires_grad of the {kind}", at)] = leaf.requires_grad
 
     def _note_random(self, path: str, number: int, when: str) -> None:
         for name, state in random_states().items():

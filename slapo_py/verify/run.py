@@ -123,9 +123,10 @@ class _Run:
             module.train(call.training)
         given, wanted = self._inputs(call)
         flags = self._flags()
-        with self.around(), torch.set_grad_enabled(call.grad), _autocast(module, self.scenario):
-            args, kwargs = given
-            out = module(*args, **kwargs)
+        with self.around(), torch.inference_mode(call.inference), torch.set_grad_enabled(call.grad):
+            with _autocast(module, self.scenario):
+                args, kwargs = given
+                out = module(*args, **kwargs)
         for name, leaf in leaves(out):
             note("output", name, leaf)
             if isinstance(leaf, Tensor):

@@ -24,6 +24,8 @@ class Call:
     grad: bool
     step: bool = False
     """An optimizer step follows, with the gradients summed up so far."""
+    inference: bool = False
+    """Under `torch.inference_mode()`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +65,15 @@ def scenarios(given: Sequence[Inputs], steps: int, own: torch.dtype, mixed: bool
     if any(one.is_floating_point() and not one.requires_grad for one in tensors(first)):
         calls = (Call(first, True, True), Call(first, False, True))
         yield Scenario("gradients of inputs", calls, inputs_require_grad=True, derived=True)
+    if any(_has_strides(one) for one in tensors(first)):
+        laid = map_tensors(first, once(_with_other_strides))
+        calls = (Call(laid, True, True), Call(laid, False, False))
+        yield Scenario("inputs with other strides", calls, derived=True)
     yield Scenario("two calls in a row", (Call(first, True, True), Call(first, True, True)))
     modes = ((True, True), (False, False), (False, True), (True, True))
     yield Scenario("train, then eval, then train", tuple(Call(first, *mode) for mode in modes))
+    calls = (Call(first, False, False, inference=True), Call(first, True, True))
+    yield Scenario("inference_mode, then train", calls, derived=True)
     yield from _other_sizes(first)
     yield from _padded(first)
     yield from _micro_batches(first)
@@ -81,6 +89,18 @@ def scenarios(given: Sequence[Inputs], steps: int, own: torch.dtype, mixed: bool
         if dtype != own:
             yield Scenario(f"model in {str(dtype).removeprefix('torch.')}", last, dtype=dtype, derived=True)
     yield Scenario("autocast to bfloat16", last, autocast=torch.bfloat16, derived=True)
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 1 and min(tensor.shape[-2:]) > 1
+
+
+def _with_other_strides(tensor: Tensor) -> Tensor:
+    """The same numbers, with the last two dims laid out the other way round."""
+    if not _has_strides(tensor):
+        return tensor
+    new = tensor.detach().transpose(-1, -2).contiguous().transpose(-1, -2)
+    return new.requires_grad_(tensor.requires_grad)
 
 
 def batch_size(inputs: Inputs) -> int | None:
@@ -113,6 +133,27 @@ def _other_sizes(inputs: Inputs) -> Iterator[Scenario]:
     for other in vary(inputs)[:1]:
         calls = (Call(other, True, True), Call(other, False, False))
         yield Scenario(f"batch of {batch_size(other)} at another length", calls, derived=True)
+    longer = _longer(inputs, batch)
+    if longer is not None:
+        yield Scenario("twice the length", (Call(longer, True, True), Call(longer, False, False)), derived=True)
+
+
+def _longer(inputs: Inputs, batch: int) -> Inputs | None:
+    """The same inputs with each sequence twice in a row: what a window or a table of positions hides when short."""
+    found = tensors(inputs)
+    if any(one.is_cuda for one in found):
+        return None  # an index beyond a table of positions can't be caught there
+    lengths = {one.shape[1] for one in found if one.ndim == 2 and not one.is_floating_point() and one.shape[0] == batch}
+
+    @once
+    def doubled(tensor: Tensor) -> Tensor:
+        for dim in range(1, tensor.ndim):
+            if tensor.shape[dim] in lengths:
+                tensor = torch.cat([tensor, tensor], dim)
+        return tensor
+
+    result: Inputs = map_tensors(inputs, doubled)
+    return result if lengths else None
 
 
 def _padded(inputs: Inputs) -> Iterator[Scenario]:

@@ -43,7 +43,7 @@ def first_of_many(x: Any, mask: Any) -> Any:
 
 def wide(x: Any, mask: Any, residual: Any, w: Any, b: Any) -> Any:
     act = F.gelu(x + mask)
-    return F.layer_norm(residual + F.dropout(act.view(act.shape[0], -1) * mask, 0.1), (4,), w, b)
+    return F.layer_norm(residual + nn.Dropout(0.1)(act.view(act.shape[0], -1) * mask), (4,), w, b)
 
 
 def absent_at_the_end(x: Any, mask: Any) -> Any:
@@ -57,13 +57,13 @@ def never_connected(x: Any, mask: Any) -> Any:
 
 
 def never_connected_below(x: Any, mask: Any, w: Any, b: Any, r: Any) -> Any:
-    return F.layer_norm(F.dropout(torch.exp(x * mask), 0.1) + r, (4,), w, b)
+    return F.layer_norm(nn.Dropout(0.1)(torch.exp(x * mask)) + r, (4,), w, b)
 
 
 def two_outputs(x: Any, mask: Any, r: Any) -> Any:
     act = F.gelu(x + mask)
     view = act.view(act.size(0), -1)
-    return F.dropout(view * mask, 0.1) + r, call("fc", x)
+    return nn.Dropout(0.1)(view * mask) + r, call("fc", x)
 
 
 def two_sharing_the_mask(x: Any, y: Any, mask: Any) -> Any:

@@ -119,7 +119,7 @@ SAME: list[Row] = [
     ("circular padding", lambda a, w, b: F.conv1d(a, w, b, padding=1), lambda m, x, y, z: m.c(x), {"c": nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")}, 0),
     ("embedding", lambda i, w: F.embedding(i, w), lambda m, x, y, z: m.e(x), {"e": nn.Embedding(4, 4)}, 1),
     ("embedding that writes", lambda i, w: F.embedding(i, w, max_norm=1.0), lambda m, x, y, z: m.e(x), {"e": nn.Embedding(4, 4, max_norm=1.0)}, 0),
-    ("dropout child", lambda a: F.dropout(a, 0.1), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.1)}, 1),
+    ("dropout child", lambda a: nn.Dropout(0.1)(a), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.1)}, 1),
     ("a subclass with the same forward", lambda a, w, b: F.linear(a, w, b), lambda m, x, y, z: m.fc(x), {"fc": Wider(4, 4)}, 1),
     ("a subclass with another", lambda a: F.gelu(a), lambda m, x, y, z: m.act(x), {"act": Other()}, 0),
     ("reflected operators", lambda a: 1 - a.relu(), lambda m, x, y, z: torch.rsub(x.relu(), 1), {}, 1),
@@ -162,7 +162,7 @@ SAME: list[Row] = [
     ("another bound", lambda a: a[:, : a.shape[1] // 2], lambda m, x, y, z: x[:, : x.shape[1] // 4], {}, 0),
     ("a size used outside too", lambda a: a.view(a.shape[0], -1).relu(), lambda m, x, y, z: ((n := x.shape[0]), x.view(n, -1).relu() + n)[1], {}, 1),
     # literals
-    ("p of a dropout", lambda a: F.dropout(a, 0.2), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.1)}, 0),
+    ("p of a dropout", lambda a: nn.Dropout(0.2)(a), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.1)}, 0),
     ("eps of a norm", lambda a, w, b: F.layer_norm(a, (4,), w, b, 1e-6), lambda m, x, y, z: m.n(x), {"n": nn.LayerNorm(4)}, 0),
     ("shape of a norm", lambda a, w, b: F.layer_norm(a, (8,), w, b), lambda m, x, y, z: m.n(x), {"n": nn.LayerNorm(4)}, 0),
     ("dim of a softmax", lambda a: a.softmax(-1), lambda m, x, y, z: x.softmax(1), {}, 0),
@@ -183,8 +183,10 @@ SAME: list[Row] = [
     ("an index by a list is none by a tuple", lambda a: a[[0, 1]], lambda m, x, y, z: x[0, 1], {}, 0),
     ("slices", lambda a: a[..., 1:], lambda m, x, y, z: x[..., 1:] + x[..., 1:2], {}, 1),
     # training
-    ("the mode", lambda a: F.dropout(a, 0.5), lambda m, x, y, z: F.dropout(x, 0.5, True), {}, 0),
+    ("the mode", lambda a: nn.Dropout(0.5)(a), lambda m, x, y, z: F.dropout(x, 0.5, True), {}, 0),
     ("written True", lambda a: F.dropout(a, 0.5, True), lambda m, x, y, z: F.dropout(x, 0.5, training=True), {}, 1),
+    ("left out, the mode", lambda a: F.dropout(a, 0.5), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.5)}, 0),
+    ("left out, written True", lambda a: F.dropout(a, 0.5), lambda m, x, y, z: F.dropout(x, 0.5, True), {}, 1),
     ("written True, the mode", lambda a: F.dropout(a, 0.5, True), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.5)}, 0),
     ("written False", lambda a: F.dropout(a, 0.5, training=False), lambda m, x, y, z: F.dropout(x, 0.5, False), {}, 1),
     ("module in the pattern", lambda a: nn.Dropout(0.5)(a), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.5)}, 1),
@@ -196,7 +198,7 @@ SAME: list[Row] = [
     ("wild default", lambda a: F.gelu(a, approximate=wild()), lambda m, x, y, z: m.act(F.gelu(x)), {"act": nn.GELU("tanh")}, 2),
     ("wild tuple", lambda a: a.view(wild()), lambda m, x, y, z: x.view(2, 3), {}, 1),
     ("wild in a tuple", lambda a: a.view(wild(), 3), lambda m, x, y, z: x.view(x.shape[0], 3), {}, 1),
-    ("wild p", lambda a: F.dropout(a, wild()), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.3)}, 1),
+    ("wild p", lambda a: F.dropout(a, wild(), wild()), lambda m, x, y, z: m.d(x), {"d": nn.Dropout(0.3)}, 1),
     ("one name, equal values", lambda a: a * wild("s") + wild("s"), lambda m, x, y, z: x * 2 + 2, {}, 1),
     ("one name, two values", lambda a: a * wild("s") + wild("s"), lambda m, x, y, z: x * 2 + 3, {}, 0),
     ("one name, two tuples", lambda a: a.view(wild("s")).view(wild("s")), lambda m, x, y, z: x.view(2, 3).view(3, 2), {}, 0),
@@ -283,7 +285,9 @@ def test_what_an_occurrence_says() -> None:
 
     children = {"fc": nn.Linear(4, 4), "drop": nn.Dropout(0.25), "norm": Norm(4)}
     (one,) = matches(
-        lambda r, x, w, b: F.layer_norm(r + F.dropout(x, wild("p")), (4,), w, b, wild("eps")), forward, **children
+        lambda r, x, w, b: F.layer_norm(r + F.dropout(x, wild("p"), wild()), (4,), w, b, wild("eps")),
+        forward,
+        **children,
     )
     assert [node.name for node in one.nodes] == ["drop", "add", "norm"]
     assert list(one.inputs) == ["r", "x", "w", "b"]

@@ -18,6 +18,7 @@ from slapo_py import History, codec
 from slapo_py.errors import PatternError
 from slapo_py.patterns import Pattern, as_pattern, call, find, pattern, wild
 from slapo_py.patterns.pattern import body_of
+from slapo_py.patterns.words import MODE
 from tests.models import ids, net
 from tests.patterns import functions
 from tests.patterns.test_matcher import count, matches
@@ -152,32 +153,18 @@ def test_a_module_in_a_pattern_is_left_as_it_was() -> None:
     assert (drop.training, inner.training, inner[1].training) == (False, True, True)
 
 
-def drop(x: Any, p: float) -> Any:
-    return F.dropout(x, p)
-
-
-ARGS: Any = (0.1, True)
-
-
 @pytest.mark.parametrize(
-    ("function", "written"),
+    ("function", "training"),
     [
-        (lambda x: F.dropout(x), False),
-        (lambda x: F.dropout(x, 0.1), False),
-        (lambda x: F.dropout(x, p=0.1, inplace=False), False),
-        (lambda x: F.dropout(input=x), False),
-        (lambda x: F.dropout2d(x + 1, 0.1), False),
-        (lambda x: drop(x, 0.1), False),
-        (lambda x: nn.Dropout(0.1)(x), False),
-        (lambda x: F.dropout(x, 0.1, True), True),
-        (lambda x: F.dropout(x, training=True), True),
-        (lambda x: F.dropout(x, 0.1, inplace=False, training=True), True),
-        (lambda x: F.dropout(x, *ARGS), True),
+        (lambda x: F.dropout(x, 0.1), True),
+        (lambda x: F.dropout(x, 0.1, False), False),
+        (lambda x: nn.Dropout(0.1)(x), MODE),
+        (lambda x: nn.Sequential(nn.Dropout(0.1))(x), MODE),
     ],
 )
-def test_training_that_is_left_out_is_told_from_a_written_true(function: Function, written: bool) -> None:
+def test_a_dropout_follows_the_mode_only_as_a_module(function: Function, training: Any) -> None:
     body = body_of(function)
-    assert (body.terms.term(body.outputs[0]).operands["training"] is True) == written
+    assert body.terms.term(body.outputs[0]).operands["training"] is training
 
 
 def test_patterns_are_read_in_threads_at_once() -> None:

@@ -68,7 +68,9 @@ def test_the_parts_of_a_gelu_after_flatten() -> None:
     for what in (new_gelu, new_gelu_said_differently):
         (match,) = mlp.find(what)
         assert (len(match.nodes), inputs(match)) == (8, {"x": "c_fc"})
-    (across,) = mlp.find(lambda x: F.dropout(slapo.call("c_proj", new_gelu(slapo.call("c_fc", x))), slapo.wild("p")))
+    (across,) = mlp.find(
+        lambda x: F.dropout(slapo.call("c_proj", new_gelu(slapo.call("c_fc", x))), slapo.wild("p"), slapo.wild())
+    )
     assert (across.values, len(across.nodes)) == ({"p": 0.1}, 11)
     assert mlp.find(lambda x: 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))) == []
 
@@ -130,7 +132,7 @@ def test_berts_output() -> None:
     output = bert()["encoder.layer.0.output"].trace()
     (match,) = output.find(
         lambda x, residual, w, b, weight, bias: F.layer_norm(
-            F.dropout(F.linear(x, w, b), 0.1) + residual, (16,), weight, bias, 1e-12
+            nn.Dropout(0.1)(F.linear(x, w, b)) + residual, (16,), weight, bias, 1e-12
         )
     )
     assert match.modules == ("dense", "dropout", "LayerNorm")
@@ -138,7 +140,7 @@ def test_berts_output() -> None:
         "x": "hidden_states", "residual": "input_tensor", "w": "dense.weight", "b": "dense.bias",
         "weight": "LayerNorm.weight", "bias": "LayerNorm.bias",
     }  # fmt: skip
-    assert output.find(lambda x, r, w, b: F.layer_norm(F.dropout(x, 0.1) + r, (16,), w, b)) == []
+    assert output.find(lambda x, r, w, b: F.layer_norm(nn.Dropout(0.1)(x) + r, (16,), w, b)) == []
 
 
 def test_patterns_span_children_after_flatten() -> None:
@@ -151,7 +153,7 @@ def test_patterns_span_children_after_flatten() -> None:
 
 def test_dropout_after_flatten_follows_the_mode_where_both_modes_are_one_graph() -> None:
     def dropped(x: Any) -> Any:
-        return F.dropout(x, 0.3) * 0.5
+        return nn.Dropout(0.3)(x) * 0.5
 
     sch = slapo.create_schedule(net(), {"ids": ids()})
     (one,) = sch["blocks.0"].trace(flatten=True).find(dropped)

@@ -107,12 +107,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # Numbers
 
 
-@pytest.mark.parametrize("padding", ["none", "right", "left"])
+GIVEN = [(name, padding) for name in MODELS for padding in ("none", "right", "left")]
+"""Images have no mask; clip's result is taken at the last token, which attends to nothing if padding is on the left."""
+GIVEN = [one for one in GIVEN if one[1] == "none" or (one[0] in PADDED and one != ("clip", "left"))]
+
+
 @pytest.mark.parametrize(("start", "backend"), [("eager", "sdpa"), ("sdpa", "eager")], ids=["to sdpa", "to eager"])
-@pytest.mark.parametrize("name", MODELS)
-def test_numbers(name: str, start: str, backend: str, padding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (padding != "none" and name not in PADDED) or (padding == "left" and name == "clip"):
-        pytest.skip("takes no mask, or its result is taken at a token that attends to nothing")
+@pytest.mark.parametrize(("name", "padding"), GIVEN)
+def test_numbers(name: str, padding: str, start: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(name, start)
     given = inputs(name, padding)
     sch = slapo.create_schedule(model)

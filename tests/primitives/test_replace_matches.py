@@ -199,7 +199,7 @@ def test_what_is_refused() -> None:
     ):
         block.replace(lambda x: x, lambda x: slapo.call("up", x))
     with pytest.raises(ArgumentError, match="'drop' drops in train mode only, and .*<lambda> isn't told the mode"):
-        block.replace(lambda x: F.dropout(x, 0.3), lambda x: F.dropout(x, 0.3))
+        block.replace(lambda x: F.dropout(x, 0.3), lambda x: nn.Dropout(0.3)(x))
     with pytest.raises(ArgumentError, match="needs a function, a module or a factory of one, found 3"):
         block.replace(3, block_mlp)
     with pytest.raises(NoMatchError, match='replace at "blocks.0"'):

@@ -83,6 +83,11 @@ def test_a_padded_row_shows_a_mask_that_is_not_used() -> None:
     bug(Wrapped(Masked()), given, "part", unmasked, 'scenario "a padded row"')
 
 
+def test_twice_the_length_shows_a_table_that_is_too_short() -> None:
+    short = forward(lambda self, x: F.embedding(x * (torch.arange(x.shape[1]) < 8), self.weight))
+    bug(Wrapped(nn.Embedding(9, 4)), (torch.randint(1, 9, (2, 6)),), "part", short, 'scenario "twice the length"')
+
+
 def test_small_values_show_an_eps() -> None:
     def eps(one: nn.LayerNorm) -> None:
         one.eps = 1e-9
@@ -99,6 +104,46 @@ def test_a_step_shows_weights_that_were_kept_without_gradients() -> None:
         return F.linear(x, held, self.bias)
 
     bug(Wrapped(nn.Linear(4, 4)), (torch.randn(3, 4),), "part", forward(cached), 'scenario "1 optimizer step"')
+
+
+def test_inference_mode_is_a_mode_of_its_own() -> None:
+    def other(self: Any, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * (2 if torch.is_inference_mode_enabled() else 1)
+
+    said = 'scenario "inference_mode, then train"'
+    bug(Wrapped(nn.Linear(4, 4)), (torch.randn(3, 4),), "part", forward(other), said)
+
+
+def test_what_is_kept_from_inference_mode_and_used_in_training() -> None:
+    def kept(self: Any, x: Tensor) -> Tensor:
+        if not self.training:
+            self.__dict__["kept"] = torch.ones(4) if torch.is_inference_mode_enabled() else None
+        held = self.__dict__.get("kept")
+        out = F.linear(x, self.weight, self.bias)
+        return out if held is None else out * held
+
+    said = 'scenario "inference_mode, then train", the scheduled model raises RuntimeError: Inference tensors'
+    bug(Wrapped(nn.Linear(4, 4)), (torch.randn(3, 4),), "part", forward(kept), said)
+
+
+def test_other_strides_show_what_takes_memory_for_granted() -> None:
+    blind = forward(lambda self, x: torch.as_strided(x, x.shape, (x.shape[1], 1)) * 2)
+    report = bug(Wrapped(Double()), (torch.randn(3, 4),), "part", blind, 'scenario "inputs with other strides"')
+    assert report.module == "part"
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_an_output_that_lost_its_history_in_one_mode() -> None:
+    def lost(self: Any, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        return out if self.training else out.detach()
+
+    report = bug(lab(), inputs(), "layers.0.mlp.down", forward(lost), 'in the scenario "eval"')
+    assert report.module == "layers.0.mlp.down"
 
 
 @pytest.mark.parametrize(
