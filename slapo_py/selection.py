@@ -26,6 +26,13 @@ class Selection(Sequence["Schedule"]):
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> "Callable[..., Selection]": ...
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"a selection has no {name!r}: it does primitives at each of its places. For anything else take them "
+                f"one by one: for place in selection: place.{name}"
+            )
 
     @property
     def paths(self) -> list[str]:

@@ -78,7 +78,13 @@ class TorchEngine(Engine):
     def _loss(self, part: Any) -> torch.Tensor:
         args, kwargs = batches.arguments(part, self.training.inputs)
         args, kwargs = self.weights.inputs((args, kwargs))
-        output = self.weights.outputs(self.module(*args, **kwargs))
+        try:
+            output = self.module(*args, **kwargs)
+        except TypeError as error:
+            if self.training.inputs is None:
+                error.add_note("engine: the model was called with the whole batch; build(..., inputs=...) chooses")
+            raise
+        output = self.weights.outputs(output)
         loss = self.training.loss(output, part)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             found = f"a tensor of {tuple(loss.shape)} {loss.dtype}" if isinstance(loss, torch.Tensor) else repr(loss)

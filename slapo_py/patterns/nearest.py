@@ -61,13 +61,15 @@ class _Nearest:
         op = self.matcher.op(p)
         if isinstance(p.target, Child):
             return "the graph calls no submodule"
-        text = f"the graph has no {_op(op)}"
+        text = f"the graph has no {_op(op) if op != 'getattr' else f'.{p.args[1]}'}"
         for node in self.terms.graph.nodes:
             if op_in_place(node.target) == op:
                 return f"{text} except {_at(node)}, which writes in place"
             if node.op == "call_module" and resembles(child := self.terms.child(node)) == op:
                 return f"{text} except {_at(node)}, and {type(child).__name__} has a forward of its own"
-        return text
+        heads = {node: self.terms.head(node) for node in self.terms.graph.nodes if not self.terms.is_book(node)}
+        there = sorted({op for op in heads.values() if isinstance(op, str) and op not in ("getitem", "getattr")})
+        return f"{text}; it has {', '.join(there[:12])}{', ...' if len(there) > 12 else ''}" if there else text
 
     def _all_there(self, anchor: fx.Node) -> str:
         """Each operation is there; what holds one way to lay the pattern onto the graph back?"""

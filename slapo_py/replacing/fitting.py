@@ -233,13 +233,25 @@ def _new(name: str, theirs: Tensors, old: Tensors, by_name: bool) -> str:
     shape = theirs.shapes[name]
     free = [one for one in old.lasting if not (by_name and one in theirs.every) and old.kind(one) == theirs.kind(name)]
     alike = [one for one in free if old.shapes[one] == shape]
-    known = difflib.get_close_matches(name, alike, n=1, cutoff=0.0) or free[:3]
+    known = difflib.get_close_matches(name, alike, n=1, cutoff=0.0) or _stacked(free, old, shape)
     write = codec.Source().write
     example = write(known[0]) if len(known) == 1 else f"slapo.params.cat({', '.join(map(write, known))})"
     return (
         f"{theirs.kind(name)} {name!r} {shape} of the new module is not one of the old module's, and nothing is "
         f"initialized in silence. Say where it comes from: params={{{write(name)}: {example if known else '...'}}}."
     )
+
+
+def _stacked(free: list[str], old: Tensors, shape: tuple[int, ...]) -> list[str]:
+    """The first of some tensors that have this shape when they are put together along their first dim."""
+    found: list[str] = []
+    for name in free:
+        one = old.shapes[name]
+        if len(one) == len(shape) > 0 and one[1:] == shape[1:]:
+            found.append(name)
+            if sum(old.shapes[name][0] for name in found) >= shape[0]:
+                break
+    return found if found and sum(old.shapes[name][0] for name in found) == shape[0] else []
 
 
 def _check_all_taken(where: str, found: Fit, old: Tensors, new: Tensors) -> None:

@@ -122,7 +122,8 @@ def _message(sch: "Schedule", row: Row, where: str, module: str | None, step: in
     if others:
         text += f" {others} more differ in this scenario."
     if module is not None:
-        kind = bare(sch.root.find(module) or sch.root.original).__name__
+        there = sch.root.find(module) or sch.root.find(module, within=sch.root.original) or sch.root.original
+        kind = bare(there).__name__
         at = f'"{module}" ({kind})' if module else f"the whole model ({kind}), outside of its children"
         text += f" The first module that diverges is {at}."
     if step is None:

@@ -115,3 +115,10 @@ def test_a_primitive_goes_to_each_place(sch: Schedule) -> None:
         'sch["blocks.1"].checkpoint(policy=["aten.addmm"])',
     ]
     assert torch.is_tensor(sch.module(torch.zeros(2, 3, dtype=torch.long)))
+
+
+def test_what_is_no_primitive_is_asked_of_each_place() -> None:
+    selection = slapo.create_schedule(net()).select("blocks.*")
+    with pytest.raises(AttributeError, match=r"a selection has no 'find': .* for place in selection: place.find"):
+        selection.find(lambda x, y: x + y)
+    assert not hasattr(selection, "graph")

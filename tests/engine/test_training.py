@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import slapo_py as slapo
 from slapo_py.backends import TARGETS, find_engine
 from slapo_py.backends.base import Engine
 from slapo_py.backends.torch_target import TorchEngine
@@ -323,3 +324,19 @@ def test_refuses_factories(options: dict[str, Any], message: str) -> None:
 def test_refuses_a_model_without_trainable_parameters() -> None:
     with pytest.raises(BuildError, match=r"no trainable parameter. Set requires_grad_\(True\)"):
         engine_of(TinyLM().requires_grad_(False))
+
+
+def test_a_batch_of_two_without_inputs_says_what_to_write() -> None:
+    sch = slapo.create_schedule(torch.nn.Linear(3, 2))
+
+    def made(**options: Any) -> Engine:
+        adam = partial(torch.optim.AdamW, lr=1e-3)
+        return slapo.build(
+            sch, target="torch", optimizer=adam, loss=lambda out, b: (out - b[1]).sum(), count=lambda b: 1, **options
+        )
+
+    batch = (torch.ones(4, 3), torch.ones(4, 2))
+    with pytest.raises(TypeError) as caught:
+        made().train_step(batch)
+    assert any("build(..., inputs=...) chooses" in note for note in caught.value.__notes__)
+    made(inputs=lambda b: ((b[0],), {})).train_step(batch)

@@ -30,7 +30,8 @@ def why(what: Any, function: Function, **children: nn.Module) -> str:
 
 
 REASONS: list[tuple[str, Function, Function, dict[str, nn.Module], str]] = [
-    ("absent", lambda a: F.gelu(a), lambda m, x, y, z: x + y, {}, "the graph has no gelu."),
+    ("absent", lambda a: F.gelu(a), lambda m, x, y, z: x + y, {}, "the graph has no gelu; it has add."),
+    ("absent attribute", lambda a: a.mT @ a, lambda m, x, y, z: x.transpose(-1, -2) @ x, {}, "the graph has no .mT; it has matmul, transpose."),
     ("in place", lambda a: F.relu(a), lambda m, x, y, z: x.relu_(), {}, "the graph has no relu except 'relu_', which writes in place."),
     ("by a flag", lambda a: F.relu(a), lambda m, x, y, z: F.relu(x, inplace=True), {}, "'relu' writes in place."),
     ("a hook", lambda a: F.gelu(a), lambda m, x, y, z: m.act(x), {"act": hooked()}, "the call of 'act' is more than the operation: it has a hook."),

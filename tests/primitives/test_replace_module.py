@@ -833,6 +833,19 @@ def test_default_arguments_are_no_problem() -> None:
     assert torch.equal(sch.module.eval()(ids()), copy.deepcopy(sch.original).eval()(ids()))
 
 
+def test_the_line_to_write_is_one_that_fits() -> None:
+    sch = slapo.create_schedule(lm(), {"ids": ids()})
+    for given, line in (
+        (None, r'params=\{"qkv.weight": slapo.params.cat\("q.weight", "k.weight", "v.weight"\)\}'),
+        (
+            {"qkv.weight": FUSED["qkv.weight"]},
+            r'params=\{"qkv.bias": slapo.params.cat\("q.bias", "k.bias", "v.bias"\)\}',
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=line):
+            sch["blocks.0.attn"].replace(Fused, params=given)
+
+
 # History
 
 

@@ -1,5 +1,6 @@
 """Each scenario finds what the others can't see; what it can't say anything about is no bug."""
 
+from random import SystemRandom
 from typing import Any
 
 import pytest
@@ -352,3 +353,28 @@ def test_the_first_of_many_steps_is_found() -> None:
             sch.verify()
         assert (caught.value.report.module, caught.value.report.step) == ("layers.1.mlp", 4)
         assert len(sch.history) == 8
+
+
+class Unsteady(nn.Module):
+    """Gives other numbers in each run, as a sum over threads does: by a thousandth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * (1 + SystemRandom().uniform(-1e-3, 1e-3))
+
+
+def test_an_original_that_differs_from_itself_hides_no_bug_larger_than_that() -> None:
+    def off(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) + 0.1
+
+    def same(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    x = torch.randn(5, 4)
+    bug(Unsteady(), (x,), "fc", forward(off), "the output has other values")
+    report = verified(Unsteady(), (x,), "fc", forward(same))
+    assert report.grade == "rounding"
+    assert "two runs of the original itself differ" in str(report)
