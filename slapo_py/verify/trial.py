@@ -104,8 +104,6 @@ class Trial:
             one.key: Scale(one, old[one.key], new[one.key], exact.get(one.key), _coarser(self.unit, old[one.key]))
             for one in pending
         }
-        for key in self.unstable & scales.keys():
-            scales[key].weigh_in(table(self.again)[key])
         graded = {key: scale.graded() for key, scale in scales.items()}
         for seed in range(NOISE_RUNS):
             doubtful = [key for key, one in graded.items() if one.grade == BUG]

@@ -202,3 +202,23 @@ def test_effects_of_calls(target: Any, args: Any, kwargs: Any, drawing: bool, ba
     kind = "call_method" if isinstance(target, str) else "call_function"
     node = graph.create_node(kind, target, (x, *args), kwargs)
     assert (draws(node, nn.Module()), is_barrier(node, nn.Module())) == (drawing, barrier)
+
+
+def test_the_name_of_a_node_that_is_gone_is_not_given_again() -> None:
+    """What is checked of a node is known by its name: it must not be asked of another one."""
+
+    def add(x: Tensor) -> Tensor:
+        return x + 1
+
+    new = rewritten(lambda x: torch.tanh(x + 1), [(["add"], ["add"])], add, "x")
+    assert [node.name for node in new.graph.nodes if node.target is add] == ["add_1"]
+    again = contract(new, new.graph, [Group((_named(new, "add_1"),), (_named(new, "add_1"),))], _calls(add))[0]
+    assert [node.name for node in again.nodes if node.target is add] == ["add_2"]
+
+
+def _named(module: fx.GraphModule, name: str) -> fx.Node:
+    return next(node for node in module.graph.nodes if node.name == name)
+
+
+def _calls(function: Callable[..., Any]) -> Any:
+    return lambda graph, index, node_of: graph.call_function(function, (next(iter(graph.nodes)),))

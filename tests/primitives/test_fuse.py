@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -116,3 +117,29 @@ def test_inductor_compiles_equal_matches_once() -> None:
     assert len(kinds) == 1
     near(record(sch.module, {"ids": ids()}, train=False), record(sch.original, {"ids": ids()}, train=False))
     assert isinstance(sch["blocks.0.fused_0"].module, nn.Module)
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.act = nn.Linear(4, 4), Twice()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.fc(x))
+
+
+@pytest.mark.parametrize("hooked", ["fc", "act"])
+def test_hooks_are_not_gone_past(hooked: str) -> None:
+    model, seen = Small(), []
+    model.get_submodule(hooked).register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(3, 4)
+    sch = slapo.create_schedule(model, (x,))
+    with pytest.raises(NoMatchError, match="fuse\\('bias_gelu'\\) at \"\""):
+        sch.fuse("bias_gelu")
+    sch.module(x)
+    assert seen == [1]

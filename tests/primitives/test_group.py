@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py import Schedule
-from slapo_py.errors import ArgumentError, GuardError, NoMatchError, StaleMatchError, StepError, TraceError
+from slapo_py.errors import (
+    ArgumentError,
+    GuardError,
+    NoMatchError,
+    RecomputeError,
+    StaleMatchError,
+    StepError,
+    TraceError,
+)
 from slapo_py.report.measure import saved_activations
 from tests.models import ids, net, tiny_gpt2
 from tests.patterns.functions import block_mlp, residual, up_and_gelu
@@ -248,3 +256,31 @@ def test_a_match_that_can_not_be_one_call_is_refused() -> None:
     sch.trace()
     with pytest.raises(StepError, match='group at "": .* writes in place or switches a mode'):
         sch.group(lambda x: torch.tanh(torch.relu(x)), "inner")
+
+
+def test_a_call_that_the_trace_does_not_cover_runs_the_original_beside_a_group() -> None:
+    sch = schedule()
+    sch["blocks.0"].group(block_mlp, "inner")
+    x, shift = torch.randn(3, 5, 8), torch.randn(8)
+    sch.module.eval(), sch.original.eval()
+    got = sch["blocks.0"].module(x, shift=shift)
+    assert torch.equal(got, sch["blocks.0"].original(x, shift=shift))
+    assert sch["blocks.0"].misses == 1
+
+
+def test_a_group_has_the_mode_of_its_module() -> None:
+    for training in (True, False):
+        sch = schedule(net().train(training))
+        sch["blocks.0"].group(block_mlp, "inner")
+        assert sch["blocks.0.inner"].module.training is training
+
+
+def test_a_checkpointed_group_sees_that_a_weight_of_what_it_calls_was_written_into() -> None:
+    sch = schedule()
+    sch["blocks.0"].checkpoint(up_and_gelu)
+    built = slapo.build(sch)
+    result = built(ids()).sum()
+    with torch.no_grad():
+        built.get_submodule("blocks.0.up").weight.add_(1)
+    with pytest.raises(RecomputeError, match="a parameter of Grouped was written into between the forward and the"):
+        result.backward()

@@ -92,6 +92,18 @@ def test_what_a_match_has_read_of_a_submodule_is_guarded() -> None:
         sch["blocks.0.drop"].configure(p=0.1)
 
 
+def test_a_submodule_of_another_class_is_not_taken_for_the_one_that_was_matched() -> None:
+    def dropped(x: Tensor, training: bool) -> Tensor:
+        return F.dropout(x, 0.3, training)
+
+    sch = schedule()
+    sch["blocks.0"].replace(dropped, lambda x, training: F.dropout(x, 0.3, training))
+    sch.module(ids())
+    sch["blocks.0"].module.drop = nn.AlphaDropout(0.3)
+    with pytest.raises(GuardError, match=r"type\(self.drop\) is Dropout does not hold"):
+        sch.module(ids())
+
+
 def test_inputs_in_kwargs_and_replacements_with_defaults() -> None:
     class Softmax(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
