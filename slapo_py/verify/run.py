@@ -145,9 +145,10 @@ class _Run:
                 note("buffer", name, buffer)
         for name, state in random_states().items():
             note("random state of", name, state)
-        for name, state in global_state().items():
-            if state != self.world[name]:
-                note("global state", name, state)
+        now = global_state()
+        for name in {**self.world, **now}:  # what is gone counts, too
+            if now.get(name) != self.world.get(name):
+                note("global state", name, now.get(name))
         for name, flag in self._flags().items():
             if flag is not flags.get(name):
                 note("training flag", name, flag)

@@ -32,8 +32,10 @@ def verify(sch: "Schedule", *, steps: int = 1, seed: int = 0) -> Report:
     Raises: VerificationError, for a difference that is a bug; it names the module and the step. NoExampleInputs,
     ArgumentError.
     """
-    with code_forgotten():
-        return _verified(sch, steps, seed)
+    with code_forgotten() as said:
+        report = _verified(sch, steps, seed)
+    report.notes += said
+    return report
 
 
 def _verified(sch: "Schedule", steps: int, seed: int) -> Report:

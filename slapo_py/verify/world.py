@@ -1,6 +1,7 @@
 """The global state that a forward may leave behind: noted, compared, put back."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -100,13 +101,30 @@ def global_state() -> dict[str, Any]:
     found["dispatch modes"] = torch._C._len_torch_dispatch_stack()
     found["hooks of saved tensors"] = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     for name, content in _tables().items():
-        found[name] = tuple((key, held if isinstance(held, str) else id(held)) for key, held in _others(content))
+        found[name] = tuple((key, id(held)) for key, held in _others(content))
+    for key, value in os.environ.items():
+        if not key.lstrip("_").startswith(_COMPILERS):
+            found[f"environment variable {key}"] = _Hidden(value)
     return found
+
+
+_COMPILERS = ("TORCH", "TRITON")
+"""torch.compile leaves such variables to itself: where its cache lies, which Python object its code asks."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Hidden:
+    """A value that is compared and never printed: it may be a secret."""
+
+    value: str
+
+    def __repr__(self) -> str:
+        return "set to a value"
 
 
 def _tables() -> dict[str, Any]:
     """Dicts that belong to everybody, live."""
-    found: dict[str, Any] = {"environment": os.environ}
+    found: dict[str, Any] = {}
     for name in _HOOKS:
         found[name.strip("_").replace("_", " ")] = getattr(torch.nn.modules.module, name)
     for module, name in _REGISTRIES:
@@ -130,6 +148,7 @@ def kept() -> Iterator[None]:
     """Whatever the body leaves behind, all is as it was. Warnings that it gives are not shown."""
     settings = [(one, one.get()) for one in SETTINGS]
     tables = {name: dict(content) for name, content in _tables().items()}
+    environment = dict(os.environ)
     with random_states_kept():
         try:
             with warnings.catch_warnings():
@@ -145,6 +164,9 @@ def kept() -> Iterator[None]:
                     ours = {key: held for key, held in live.items() if _is_ours(key)}
                     live.clear()
                     live.update({**before, **ours})
+            if dict(os.environ) != environment:
+                os.environ.clear()
+                os.environ.update(environment)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 import slapo_py as slapo
 from slapo_py.errors import VerificationError
 from tests.models import ids, net
+from tests.patterns.functions import block_mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 
@@ -52,3 +53,17 @@ def test_the_limit_of_the_users_modules_is_not_used_up() -> None:
     sch.module(ids())
     assert len(SEEN) == before + 1
     assert torch._dynamo.config.recompile_limit == limit
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("fused", [True, False])
+def test_inductor_draws_the_masks_of_the_original_and_is_rounding(fused: bool) -> None:
+    sch = slapo.create_schedule(net(), {"ids": ids()})
+    if fused:
+        sch.select("blocks.*").trace().fuse(block_mlp, compiler="inductor")
+    else:
+        sch.select("blocks.*").compile()
+    report = sch.verify()
+    assert report.grade == "rounding"
+    assert "compiled modules drew their random numbers as uncompiled ones do" in str(report)

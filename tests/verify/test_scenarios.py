@@ -1,5 +1,6 @@
 """Each scenario finds what the others can't see; what it can't say anything about is no bug."""
 
+import os
 from random import SystemRandom
 from typing import Any
 
@@ -378,3 +379,18 @@ def test_an_original_that_differs_from_itself_hides_no_bug_larger_than_that() ->
     report = verified(Unsteady(), (x,), "fc", forward(same))
     assert report.grade == "rounding"
     assert "two runs of the original itself differ" in str(report)
+
+
+def test_a_changed_environment_is_named_and_its_values_are_not_printed() -> None:
+    def leaves(name: str) -> Any:
+        def left(self: nn.Linear, x: Tensor) -> Tensor:
+            os.environ[name] = "hush"
+            return F.linear(x, self.weight, self.bias)
+
+        return forward(left)
+
+    x = torch.randn(3, 4)
+    report = bug(Wrapped(nn.Linear(4, 4)), (x,), "part", leaves("A_TOKEN"), "environment variable A_TOKEN is there in")
+    assert "hush" not in str(report.rows[-1].differences)
+    assert "A_TOKEN" not in os.environ
+    assert verified(Wrapped(nn.Linear(4, 4)), (x,), "part", leaves("TORCHINDUCTOR_CACHE_DIR")).grade == "equal"
