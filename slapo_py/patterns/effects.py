@@ -1,5 +1,6 @@
 """What a node does besides computing its value: random draws, writes in place, switches of a mode."""
 
+import functools
 import operator
 from typing import Any
 
@@ -27,16 +28,21 @@ def is_barrier(node: fx.Node, module: nn.Module) -> bool:
         return getattr(module.get_submodule(str(node.target)), "inplace", False) is True
     if node.op not in ("call_function", "call_method"):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    schema = getattr(node.target, "_schema", None)
+    kwargs = node.kwargs
+    written = bool(kwargs) and (kwargs.get("inplace") is True or kwargs.get("out") is not None)
+    return written or _always_writes(node.target)
+
+
+@functools.lru_cache(maxsize=512)
+def _always_writes(target: Any) -> bool:
+    """Whether a function or method writes in place or switches a mode whatever it is given."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return (
-        node.target in _SWITCHES
-        or node.target in _IN_PLACE_OPERATORS
+        target in _SWITCHES
+        or target in _IN_PLACE_OPERATORS
         or (name.endswith("_") and not name.endswith("__"))
         or name == "__setitem__"
-        or node.kwargs.get("inplace") is True
-        or node.kwargs.get("out") is not None
-        or bool(getattr(schema, "is_mutable", False))
+        or bool(getattr(getattr(target, "_schema", None), "is_mutable", False))
     )
 
 

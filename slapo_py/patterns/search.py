@@ -79,7 +79,8 @@ class Search:
         return None
 
     def _occurrence(self, index: int, nodes: set[fx.Node]) -> Occurrence:
-        matcher, body = self.matchers[index], self.pattern.bodies[index]
+        matcher = self.matchers[index]
+        body = matcher.body
         ordered = tuple(sorted(nodes, key=self.terms.order.__getitem__))
         children = [node for node in ordered if node.op == "call_module"]
         reads: dict[tuple[str, str], Any] = {}

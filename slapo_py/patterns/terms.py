@@ -68,13 +68,16 @@ class Terms:
         known: dict[Hashable, fx.Node] = {}
         for position, node in enumerate(self.graph.nodes):
             self.order[node] = position
-            if node.op in ("call_function", "call_method", "call_module"):
+            op = node.op  # asked once: fx looks it up each time
+            if op == "call_module":
+                self.ops.setdefault(CALL, []).append(node)
+            elif op not in ("call_function", "call_method", "get_attr"):
+                continue
+            if op != "get_attr":
                 head = self._heads[node] = self._head(node)
                 if head is not None:
                     self.ops.setdefault(head, []).append(node)
-                if node.op == "call_module":
-                    self.ops.setdefault(CALL, []).append(node)
-            key = self._book_key(node)
+            key = self._book_key(node) if op != "call_module" else None
             if key is not None:
                 self._same[node] = known.setdefault(key, node)
 
