@@ -5,9 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slapo_py.errors import NoMatchError, RegistryError
 
 Function = Callable[..., Any]
+FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -18,12 +21,25 @@ class Kernel:
     op: what runs; it is called with the inputs of a pattern by position, and its named wild literals by keyword.
     reference: the same in plain torch; it defines what is computed.
     patterns: functions of the same inputs over torch operations; each is looked for, in this order.
+    takes: the dtypes of its tensors. accumulates: in which one sums are formed. returns: the dtype of the result.
+    placement: one line of labels, `inputs -> outputs` as in einsum: which dims may be split over devices. A dim under a
+        small letter splits, under a capital never; `...` are leading dims, that split like small letters. An output
+        that lacks a split label is a partial sum; a plain value has no labels. Empty: only whole values.
+    features: what it can do beyond the plain formula, in words: "dropout", "tanh form", "boolean mask".
+    example: `example(rows, width, dtype, device) -> arguments`: inputs of about rows x width elements, for benchmarks,
+        ahead-of-time compilation and tests.
     """
 
     name: str
     op: Function
     reference: Function
     patterns: tuple[Function, ...]
+    takes: tuple[str, ...] = FLOATS
+    accumulates: str = "float32"
+    returns: str = "as the reference"
+    placement: str = ""
+    features: tuple[str, ...] = ()
+    example: Callable[[int, int, torch.dtype, str], tuple[Any, ...]] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():

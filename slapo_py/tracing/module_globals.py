@@ -79,16 +79,19 @@ class GlobalReads:
         return values
 
 
+_Cached = type(functools.cache(len))
+
+
 @contextlib.contextmanager
 def caches_kept(root: nn.Module) -> Iterator[None]:
     """Empty every `functools.cache` of the modules' files that was filled within: it would hold fake tensors."""
     homes = {sys.modules.get(type(module).__module__) for module in root.modules()} - {None}
-    cached = [one for home in homes for one in list(vars(home).values()) if hasattr(one, "cache_clear")]
-    before = [one.cache_info().currsize for one in cached if hasattr(one, "cache_info")]
+    cached = [one for home in homes for one in list(vars(home).values()) if isinstance(one, _Cached)]
+    before = [one.cache_info().currsize for one in cached]
     try:
         yield
     finally:
-        for one, size in zip([one for one in cached if hasattr(one, "cache_info")], before, strict=True):
+        for one, size in zip(cached, before, strict=True):
             if one.cache_info().currsize != size:
                 one.cache_clear()
 

@@ -1,0 +1,36 @@
+"""Dropout inside a kernel: torch's own draw off the GPU, a counter-based generator on it.
+
+The `noise` that goes into an operation is None where nothing is dropped. Off the GPU it is what `F.dropout` multiplies
+by, drawn by `F.dropout` itself. On the GPU it is one 64-bit seed, drawn from torch's generator of that device, so that
+recomputation under a checkpoint, which restores the generator, draws the same mask. Element i in row-major order then
+survives if the Philox 4x32-10 generator's uniform number number i of that seed is at least p.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slapo_py.kernels.launch import jit, runs_triton, tl
+
+
+def draw_noise(x: Tensor, p: float, training: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    """The noise for the dropout of a tensor of the shape and strides of `x`, of dtype `dtype` (that of x)."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout: p must be between 0 and 1, found {p}.")
+    if not training or p == 0:
+        return None
+    if runs_triton(x):
+        return torch.randint(2**62, (1,), dtype=torch.int64, device=x.device)
+    return F.dropout(torch.ones_like(x, dtype=dtype, requires_grad=False), p)
+
+
+def apply_noise(x: Tensor, noise: Tensor | None) -> Tensor:
+    """What the reference does with noise that was drawn off the GPU."""
+    return x if noise is None else x * noise
+
+
+@jit
+def noise_at(seed_ptr, index, p):
+    """What dropout multiplies the elements of a row-major 64-bit index by: 0, or 1 / (1 - p)."""
+    kept = tl.rand(tl.load(seed_ptr), index) >= p
+    return tl.where(kept, 1.0 / tl.maximum(1.0 - p, 1e-30), 0.0)

@@ -1,0 +1,150 @@
+"""From a reference and two launchers to an operation of torch: `slapo::name`, differentiable on every device."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slapo_py.kernels.launch import runs_triton
+
+Function = Callable[..., Any]
+
+
+def fused_op(
+    name: str,
+    reference: Function,
+    forward: Function,
+    backward: Function,
+    *,
+    fits: Function = lambda *args: True,
+    keep: bool = False,
+    everywhere: bool = False,
+    twin: str = "",
+) -> Function:
+    """The operation `torch.ops.slapo.<name>`; it is called with all its arguments by position.
+
+    reference: plain torch, fully annotated; Tensors, `Tensor | None` and plain values go in, one Tensor or a tuple of
+        them comes out. It defines values, shapes and dtypes, and runs wherever Triton does not; its gradients are
+        torch's own there, computed again from the inputs, which are all that is kept.
+    forward: the same arguments and results by Triton; tensors that it returns are contiguous and new.
+    backward: `backward(grads, outputs, needs, *args)`: the gradients of the outputs, the outputs themselves (none
+        unless keep=True), and for each argument whether its gradient is needed. It returns as many values as there
+        are arguments; one that is needed has the argument's shape and dtype, the others are ignored.
+    fits: whether Triton's form covers these arguments (shapes that broadcast oddly, say); else the reference runs.
+    everywhere: `forward` and `backward` run on every device; they know themselves what to do without Triton.
+    twin: "a, b" if the arguments a and b always have the same gradient: where shape and dtype agree, it is computed
+        for a and used for both.
+
+    Results are contiguous and never share storage with an argument. Inside, autocast is off: the public function casts
+    as autocast would. The second derivative is the reference's.
+    """
+    schema = torch.library.infer_schema(reference, mutates_args=())
+    taken = schema.rpartition(" -> ")[0].strip()[1:-1]
+    names = [one.split("=")[0].split()[-1] for one in taken.split(", ")]
+    pair = tuple(names.index(one) for one in twin.split(", ")) if twin else ()
+
+    def by_triton(args: Sequence[Any]) -> bool:
+        return everywhere or (runs_triton(args[0]) and fits(*args))
+
+    def run(*args: Any) -> Any:
+        with _no_autocast(args):
+            return _owned(forward(*args) if by_triton(args) else reference(*args), args)
+
+    def fake(*args: Any) -> Any:
+        with _no_autocast(args):
+            return _owned(reference(*args), args)
+
+    def run_backward(grads: list[Tensor], outputs: list[Tensor], needs: list[bool], *args: Any) -> list[Tensor]:
+        with _no_autocast(args):
+            found = backward(tuple(grads), tuple(outputs), needs, *args)
+        needed = [one for one, need in zip(found, needs) if need]
+        return list(_owned(tuple(needed), (*args, *grads, *outputs)))
+
+    def fake_backward(grads: list[Tensor], outputs: list[Tensor], needs: list[bool], *args: Any) -> list[Tensor]:
+        return [torch.empty_like(one, memory_format=_CONTIGUOUS) for one, need in zip(args, needs) if need]
+
+    op = torch.library.custom_op(f"slapo::{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(fake)
+    backward_schema = f"(Tensor[] grads, Tensor[] outputs, bool[] needs, {taken}) -> Tensor[]"
+    backward_op = torch.library.custom_op(
+        f"slapo::{name}_backward", run_backward, mutates_args=(), schema=backward_schema
+    )
+    backward_op.register_fake(fake_backward)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.plain = [None if isinstance(one, Tensor) else one for one in inputs]
+        ctx.is_tensor = [isinstance(one, Tensor) for one in inputs]
+        outputs = (output if isinstance(output, tuple) else (output,)) if keep else ()
+        ctx.save_for_backward(*outputs, *(one for one in inputs if isinstance(one, Tensor)))
+        ctx.kept = len(outputs)
+
+    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # read once: a checkpoint makes them anew for one reading
+        outputs, tensors = saved[: ctx.kept], iter(saved[ctx.kept :])
+        args = [next(tensors) if is_tensor else one for is_tensor, one in zip(ctx.is_tensor, ctx.plain)]
+        needs = [bool(one) for one in ctx.needs_input_grad[: len(args)]]
+        if torch.is_grad_enabled() or not by_triton(args):
+            return _gradients(reference, grads, needs, args)
+        same = _is_twin(pair, needs, args)
+        asked = [need and not (same and place == pair[1]) for place, need in enumerate(needs)]
+        results = iter(backward_op(list(grads), list(outputs), asked, *args))
+        found = [next(results) if need else None for need in asked]
+        if same:
+            found[pair[1]] = found[pair[0]]
+        return tuple(found)
+
+    op.register_autograd(differentiate, setup_context=setup)
+    return op
+
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+def _no_autocast(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    kind = args[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, enabled=False)
+
+
+def _owned(results: Any, args: Sequence[Any]) -> Any:
+    """Contiguous tensors of their own, as torch demands of an operation that claims no aliases."""
+    seen = {_storage(one) for one in args if isinstance(one, Tensor)}
+    owned = []
+    for one in results if isinstance(results, tuple) else (results,):
+        one = one.contiguous()
+        if _storage(one) in seen:
+            one = one.clone(memory_format=_CONTIGUOUS)
+        seen.add(_storage(one))
+        owned.append(one)
+    return tuple(owned) if isinstance(results, tuple) else owned[0]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_twin(pair: tuple[int, ...], needs: Sequence[bool], args: Sequence[Any]) -> bool:
+    if not pair:
+        return False
+    a, b = (args[place] for place in pair)
+    return all(needs[place] for place in pair) and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _gradients(
+    reference: Function, grads: Sequence[Tensor], needs: Sequence[bool], args: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """The reference's gradients, from its inputs; a graph of their own is kept if one is being made."""
+    keep = torch.is_grad_enabled()  # under create_graph=True
+    with torch.enable_grad(), _no_autocast(args):
+        given = [
+            one.detach().requires_grad_(need) if isinstance(one, Tensor) and not keep else one
+            for one, need in zip(args, needs)
+        ]
+        results = reference(*given)
+        needed = [one for one, need in zip(given, needs) if need]
+        found = torch.autograd.grad(results, needed, list(grads), create_graph=keep, allow_unused=True)
+    by_place = iter(found)
+    return tuple(next(by_place) if need else None for need in needs)
