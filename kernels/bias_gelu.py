@@ -8,13 +8,15 @@ With h = x + bias, rounded to the dtype of the sum as the plain form does:
 (Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv 1606.08415.) Backward keeps x and bias alone.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slapo_py.kernels.launch import as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
 from slapo_py.kernels.op import fused_op
-from slapo_py.kernels.spec import Kernel, register_kernel
+from slapo_py.kernels.spec import Form, Kernel, register_kernel
 from slapo_py.patterns import wild
 
 
@@ -138,6 +140,30 @@ def _functional(x: Tensor, bias: Tensor) -> Tensor:
     return F.gelu(x + bias, approximate=wild("approximate"))
 
 
+def _gelu_new(x: Tensor, bias: Tensor) -> Tensor:
+    """transformers' "gelu_new": GPT-2's."""
+    h = x + bias
+    return 0.5 * h * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
+
+
+def _gelu_python_tanh(x: Tensor, bias: Tensor) -> Tensor:
+    """transformers' "gelu_python_tanh"."""
+    h = x + bias
+    return h * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * torch.pow(h, 3.0))))
+
+
+def _gelu_fast(x: Tensor, bias: Tensor) -> Tensor:
+    """transformers' "gelu_fast"."""
+    h = x + bias
+    return 0.5 * h * (1.0 + torch.tanh(h * 0.7978845608 * (1.0 + 0.044715 * h * h)))
+
+
+def _gelu_python(x: Tensor, bias: Tensor) -> Tensor:
+    """transformers' "gelu_python"."""
+    h = x + bias
+    return h * 0.5 * (1.0 + torch.erf(h / math.sqrt(2.0)))
+
+
 def _example(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     x = torch.randn(rows, width, dtype=dtype, device=device, requires_grad=True)
     return x, torch.randn(width, dtype=dtype, device=device, requires_grad=True)
@@ -148,7 +174,13 @@ register_kernel(
         name="bias_gelu",
         op=bias_gelu,
         reference=reference,
-        patterns=(_functional,),
+        patterns=(
+            _functional,
+            Form(_gelu_new, keywords={"approximate": "tanh"}),
+            Form(_gelu_python_tanh, keywords={"approximate": "tanh"}),
+            Form(_gelu_fast, keywords={"approximate": "tanh"}),
+            Form(_gelu_python, keywords={"approximate": "none"}),
+        ),
         returns="as x + bias",
         placement="...h, h -> ...h",
         features=("exact form", "tanh form"),

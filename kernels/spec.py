@@ -1,8 +1,8 @@
 """What a kernel is, and the table of those that are registered: `sch[path].fuse("name")` looks here."""
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,29 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
+class Form:
+    """One way in which models write what a kernel computes.
+
+    pattern: a function over torch operations.
+    op: what runs in its place, called with the pattern's inputs by position and its named wild literals by keyword;
+        None stands for the kernel's own op.
+    keywords: plain values that it is given as well.
+    """
+
+    pattern: Function
+    op: Function | None = None
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A fused operation.
 
     name: what `fuse` is given.
     op: what runs; it is called with the inputs of a pattern by position, and its named wild literals by keyword.
     reference: the same in plain torch; it defines what is computed.
-    patterns: functions of the same inputs over torch operations; each is looked for, in this order.
+    patterns: functions of the same inputs over torch operations; each is looked for, in this order. A `Form` where the
+        op needs to know which one it was, or where another op stands for it.
     takes: the dtypes of its tensors. accumulates: in which one sums are formed. returns: the dtype of the result.
     placement: one line of labels, `inputs -> outputs` as in einsum: which dims may be split over devices. A dim under a
         small letter splits, under a capital never; `...` are leading dims, that split like small letters. An output
@@ -33,7 +49,7 @@ class Kernel:
     name: str
     op: Function
     reference: Function
-    patterns: tuple[Function, ...]
+    patterns: "tuple[Function | Form, ...]"
     takes: tuple[str, ...] = FLOATS
     accumulates: str = "float32"
     returns: str = "as the reference"
@@ -46,6 +62,12 @@ class Kernel:
             raise RegistryError(f"Kernel(name={self.name!r}): the name must be a Python identifier.")
         if not self.patterns:
             raise RegistryError(f"Kernel({self.name!r}): needs at least one pattern, or fuse could never find it.")
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The patterns, each with what runs in its place."""
+        given = (one if isinstance(one, Form) else Form(one) for one in self.patterns)
+        return tuple(Form(one.pattern, one.op or self.op, one.keywords) for one in given)
 
 
 _TABLE: dict[str, Kernel] = {}

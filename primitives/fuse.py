@@ -1,23 +1,23 @@
 """`sch[path].fuse("name")`: operations become one kernel."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from slapo_py.errors import ArgumentError, NoMatchError
+from slapo_py.errors import ArgumentError, NoMatchError, TraceError
 from slapo_py.kernels import Kernel, find_kernel, list_kernels
 from slapo_py.matches import occurrences
-from slapo_py.patterns import Occurrence, Pattern, is_known, pattern
+from slapo_py.patterns import Occurrence, is_known, pattern
 from slapo_py.places import hooks_of
 from slapo_py.primitive import Primitive
 from slapo_py.primitives.compile import Compiled, check_choice
 from slapo_py.primitives.decompose import Decomposed, has_parts
 from slapo_py.registry import register
-from slapo_py.rewriting import check_groups, make_groups, with_function
+from slapo_py.rewriting import Put, check_groups, make_groups, with_functions
 from slapo_py.schedule import Schedule
-from slapo_py.scheduled import dress, layers, undress
+from slapo_py.scheduled import dress, layer_of, layers, undress
 from slapo_py.tracing import trace_of
 from slapo_py.tracing.trace import Trace
 
@@ -88,56 +88,95 @@ def _try(place: Schedule, kernel: Kernel) -> None:
 
 
 def _fuse(place: Schedule, kernel: Kernel) -> None:
-    found = _prepared(place, pattern(*kernel.patterns), kernel.name)
-    dress(place.module, with_function(place, found, kernel.op, "fuse"))
-
-
-def _prepared(place: Schedule, what: Pattern, name: str) -> list[Occurrence]:
-    """Do what a pattern needs in order to match, and no more. Raises `NoMatchError`."""
+    """Where the graph as it is has no match, it is made anew: wider, with the kernels that are in it already."""
     trace = trace_of(place.module)
-    if trace is not None:
-        try:
-            return occurrences(place, what, f"fuse({name!r})")
-        except NoMatchError:
-            if trace.parent is not None:  # its graph can't be made anew
-                raise
-    kept = [path for path, one in _below(place) if not _opens(one)]
-    _retrace(place, kept)
+    if trace is None:
+        _open(place, [kernel])
+        return
     try:
-        return occurrences(place, what, f"fuse({name!r})")
+        _put_in(place, kernel)
     except NoMatchError:
-        parts = [path for path in kept if _decomposes(place[path].module)]
-        if not parts:
-            raise
-    for path in parts:
-        place[path].decompose()
-    _retrace(place, [path for path in kept if path not in parts])
-    found = occurrences(place, what, f"fuse({name!r})")
-    idle = [path for path in parts if not _is_taken(place, path, found)]
-    if idle:
-        for path in idle:
-            undress(place[path].module, Decomposed)
-        _retrace(place, [path for path in kept if path not in parts or path in idle])
-        found = occurrences(place, what, f"fuse({name!r})")
+        if any(primitive != "fuse" for primitive, _ in trace.steps):
+            raise  # what other steps have put into the graph would be lost
+        _open(place, [*(find_kernel(name) for _, name in trace.steps), kernel])
+
+
+def _put_in(place: Schedule, kernel: Kernel) -> list[Occurrence]:
+    forms = kernel.forms
+    found = occurrences(place, pattern(*(form.pattern for form in forms)), f"fuse({kernel.name!r})")
+    puts: list[Put] = [(forms[one.alternative].op or kernel.op, forms[one.alternative].keywords) for one in found]
+    dress(place.module, with_functions(place, found, puts, "fuse", kernel.name))
     return found
 
 
-def _below(place: Schedule) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules that are not inside one that stays a call."""
-    stack = [("", place.module)]
-    while stack:
-        prefix, module = stack.pop()
-        for name, child in module.named_children():
+def _open(place: Schedule, kernels: list[Kernel]) -> None:
+    """Trace with as few submodules opened and decomposed as the kernels need. Raises `NoMatchError`."""
+    closed = _closed(place.module, _opens)
+    try:
+        found = _attempt(place, kernels, closed)
+    except TraceError:  # somewhere below is what no graph can say: stay above
+        closed = _closed(place.module, _is_free)
+        found = _attempt(place, kernels, closed)
+    parts: list[str] = []
+    if isinstance(found, NoMatchError):
+        parts = [path for path in closed if _decomposes(place[path].module)]
+        if not parts:
+            raise found
+        for path in parts:
+            place[path].decompose()
+        closed = [path for path in closed if path not in parts]
+        found = _attempt(place, kernels, closed)
+        if isinstance(found, NoMatchError):
+            raise found
+    needed = {node.meta.get("within", "") for one in found for node in one.nodes}
+    needed |= {path for path in parts if _is_taken(place, path, found)}
+    for path in set(parts) - needed:
+        undress(place[path].module, Decomposed)
+    narrow = _closed(place.module, lambda path, _: any(f"{one}.".startswith(f"{path}.") for one in needed))
+    if set(narrow) != set(closed):
+        again = _attempt(place, kernels, narrow)
+        if isinstance(again, NoMatchError):
+            raise again
+
+
+def _attempt(place: Schedule, kernels: list[Kernel], closed: list[str]) -> list[Occurrence] | NoMatchError:
+    """Trace anew and put the kernels in, one after the other: where they were found, or why one was not."""
+    undress(place.module, Trace)
+    place.trace(flatten=True, leaves=closed)
+    try:
+        return [one for kernel in kernels for one in _put_in(place, kernel)]
+    except NoMatchError as error:
+        return error
+
+
+Opens = Callable[[str, nn.Module], bool]
+
+
+def _closed(module: nn.Module, opens: Opens) -> list[str]:
+    """The submodules that stay calls: the uppermost that don't open."""
+    closed, waiting = [], [("", module)]
+    while waiting:
+        prefix, one = waiting.pop()
+        for name, child in one.named_children():
             path = f"{prefix}{name}"
-            yield path, child
-            if _opens(child):
-                stack.append((f"{path}.", child))
+            if opens(path, child):
+                waiting.append((f"{path}.", child))
+            else:
+                closed.append(path)
+    return closed
 
 
-def _opens(module: nn.Module) -> bool:
-    """Whether a submodule becomes part of the graph: without state, not known to patterns, and nothing done to it."""
+def _opens(path: str, module: nn.Module) -> bool:
+    """Whether a submodule may become part of the graph: it is no single operation, and nothing was done to it."""
+    if layer_of(module, Decomposed) is None and (is_known(module) or has_parts(module)):
+        return False
+    return not any(hooks_of(module)) and all(isinstance(one, Decomposed) for one in layers(module))
+
+
+def _is_free(path: str, module: nn.Module) -> bool:
+    """The same, and it is without parameters and buffers."""
     free = not any(True for _ in module.parameters()) and not any(True for _ in module.buffers())
-    return free and not is_known(module) and not any(layers(one) or any(hooks_of(one)) for one in module.modules())
+    return free and all(_opens(path, one) for one in module.modules())
 
 
 def _decomposes(module: nn.Module) -> bool:
@@ -145,19 +184,14 @@ def _decomposes(module: nn.Module) -> bool:
     return has_parts(module) and not layers(module) and not any(hooks_of(module))
 
 
-def _retrace(place: Schedule, leaves: list[str]) -> None:
-    undress(place.module, Trace)
-    place.trace(flatten=True, leaves=leaves)
-
-
 def _is_taken(place: Schedule, path: str, found: list[Occurrence]) -> bool:
     """Whether a match covers the addition of the bias of a decomposed submodule."""
-    covered = {node for one in found for node in one.nodes}
-    waiting = [node for node in place.graph.nodes if node.op == "get_attr" and node.target == f"{path}.bias"]
-    while waiting:
-        node = waiting.pop()
-        if node in covered:
-            return True
-        if node.op == "get_attr" or getattr(node.target, "__name__", "") == "autocast_argument":
-            waiting += list(node.users)
-    return False
+    return any(
+        isinstance(value, fx.Node) and _reads(value, f"{path}.bias") for one in found for value in one.inputs.values()
+    )
+
+
+def _reads(node: fx.Node, target: str) -> bool:
+    if node.op == "get_attr":
+        return node.target == target
+    return getattr(node.target, "__name__", "") == "autocast_argument" and _reads(node.args[0], target)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import inspect
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,25 +20,39 @@ from slapo_py.scheduled import dress
 from slapo_py.tracing.reads import dotted
 from slapo_py.tracing.trace import Trace, trace_of
 
+Put = tuple[Callable[..., Any], Mapping[str, Any]]
 
-def with_function(place: Schedule, found: Sequence[Occurrence], function: Callable[..., Any], primitive: str) -> Trace:
+
+def with_function(
+    place: Schedule, found: Sequence[Occurrence], function: Callable[..., Any], primitive: str, label: str = ""
+) -> Trace:
     """The place's trace with a call of `function` for each match: its inputs by position, named wilds by keyword.
+
+    `label`: what the trace's list of steps says was put in; the function's name if left out.
 
     Raises: ArgumentError, if the function can't be called so or would lose parameters; StepError, if the calls can't
     stand anywhere.
     """
-    where, name = f'{primitive} at "{place.path}"', name_of(function)
-    _check_takes(where, function, found[0])
-    for one in found:
-        _check_mode(place, where, name, one)
-    target = function if _printable(function) else Called(function)
+    return with_functions(place, found, [(function, {})] * len(found), primitive, label)
+
+
+def with_functions(
+    place: Schedule, found: Sequence[Occurrence], puts: Sequence[Put], primitive: str, label: str = ""
+) -> Trace:
+    """The same with a function of its own for each match, and plain values that it is given by keyword as well."""
+    where, name = f'{primitive} at "{place.path}"', name_of(puts[0][0])
+    for one, (function, keywords) in zip(found, puts, strict=True):
+        _check_takes(where, function, one, keywords)
+        _check_mode(place, where, name_of(function), one)
 
     def make(graph: fx.Graph, index: int, node_of: NodeOf) -> fx.Node:
-        one = found[index]
+        one, (function, keywords) = found[index], puts[index]
+        target = function if _printable(function) else Called(function)
         args = tuple(_given(graph, value, node_of) for value in one.inputs.values())
-        return graph.call_function(target, args, {n: _given(graph, v, node_of) for n, v in one.wilds.items()})
+        wilds = {n: _given(graph, v, node_of) for n, v in one.wilds.items()}
+        return graph.call_function(target, args, {**wilds, **keywords})
 
-    trace = _rewritten(place, found, make, primitive, structural=False, name=name)
+    trace = _rewritten(place, found, make, primitive, structural=False, name=name, label=label)
     lost = parameters_of(place.module, trace_of(place.module)) - parameters_of(place.module, trace)
     if lost:
         raise ArgumentError(
@@ -158,7 +172,14 @@ class Called:
 
 
 def _rewritten(
-    place: Schedule, found: Sequence[Occurrence], make: Make, primitive: str, *, structural: bool, name: str
+    place: Schedule,
+    found: Sequence[Occurrence],
+    make: Make,
+    primitive: str,
+    *,
+    structural: bool,
+    name: str,
+    label: str = "",
 ) -> Trace:
     module, trace = place.module, place._trace()
     try:
@@ -172,7 +193,7 @@ def _rewritten(
     kinds = {path: kind for one in found for path, kind in one.kinds.items()}
     guards, reads = trace.relying_on(module, {} if structural else reads, {} if structural else kinds)
     consumed = frozenset(frozenset(node.name for node in one.nodes) for one in found)
-    return trace.rewritten(graph, structural, consumed, checks, guards, reads)
+    return trace.rewritten(graph, structural, (primitive, label or name), consumed, checks, guards, reads)
 
 
 def _group(one: Occurrence) -> Group:
@@ -228,16 +249,16 @@ def parameters_of(module: nn.Module, trace: Trace | None) -> set[str]:
     return found
 
 
-def _check_takes(where: str, function: Callable[..., Any], one: Occurrence) -> None:
+def _check_takes(where: str, function: Callable[..., Any], one: Occurrence, keywords: Mapping[str, Any]) -> None:
     """Refuse a function that can't be called with the inputs and named wilds of a match."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # a builtin does not tell
     try:
-        signature.bind(*one.inputs, **dict.fromkeys(one.wilds))
+        signature.bind(*one.inputs, **{**dict.fromkeys(one.wilds), **keywords})
     except TypeError as error:
-        given = [*one.inputs, *(f"{name}=..." for name in one.wilds)]
+        given = [*one.inputs, *(f"{name}=..." for name in (*one.wilds, *keywords))]
         raise ArgumentError(
             f"{where}: {name_of(function)}{signature} can't be called with what the pattern has, "
             f"({', '.join(given)}): {error}. The inputs of the pattern go to it in their order, values of "

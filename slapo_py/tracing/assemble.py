@@ -378,7 +378,7 @@ class Assembly:
                 substitute_node(user, node, value)
         sweep(graph, frozenset(node for node in graph.nodes if node in self.sizes.checked))
         for node in graph.nodes:
-            node.meta = {key: value for key, value in node.meta.items() if key in ("where", "ndim")}
+            node.meta = {key: value for key, value in node.meta.items() if key in ("where", "within", "ndim")}
 
     def _choose_by_mode(self, graph: fx.Graph) -> None:
         flag = graph.create_node("get_attr", attribute_path(self.flags[0]) + "training")

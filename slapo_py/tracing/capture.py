@@ -217,6 +217,7 @@ class Capture(Tape, TorchFunctionMode):
         else:
             node = self.graph.call_function(func, a, k)
         node.meta["where"] = where()
+        node.meta["within"] = self.within
         in_place = (
             sets
             or "out" in kwargs

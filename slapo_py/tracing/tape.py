@@ -67,6 +67,8 @@ class Tape(Bindings):
         """Config entries read inside submodules; they may decide what a submodule gives back."""
         self.inside = False  # a submodule
         self.inlined: set[str] = set()
+        self.within = ""
+        """The path of the submodule whose forward runs: "" is the root's."""
         self.module_globals: dict[tuple[str, str], Any] = {}
         self.changed_globals: list[str] = []
         self.said: list[str] = []
@@ -87,6 +89,7 @@ class Tape(Bindings):
         given = frozenset(map(id, tensors((args, kwargs))))
         node = make(self.arg(tuple(args)), self.arg(dict(kwargs)))
         node.meta["where"] = where()
+        node.meta["within"] = self.within
         self.inside = True
         try:
             out = self.quiet(function, *args, **kwargs)

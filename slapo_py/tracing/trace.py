@@ -39,6 +39,7 @@ class Trace(Layer):
         structural: whether every step on the graph is bit-exact, so that the original may stand in for it.
         parent: the trace that a step has rewritten into this one, if one has.
         consumed: for each match that this step has rewritten, the names of the parent's nodes that it covered.
+        steps: what has rewritten it, in order: the primitive, and what was put in.
         replaceable: whether the original forward can run at all: its submodules are still there.
     """
 
@@ -59,7 +60,9 @@ class Trace(Layer):
         inlined: frozenset[str] = frozenset(),
         parent: "Trace | None" = None,
         consumed: frozenset[frozenset[str]] = frozenset(),
+        steps: tuple[tuple[str, str], ...] = (),
     ) -> None:
+        self.steps = steps
         self.inlined, self.parent, self.consumed = inlined, parent, consumed
         self.graph, self._guards, self.inputs, self.constants, self.reads = graph, guards, inputs, constants, reads
         self.checks, self.names, self.notes, self.structural = checks or {}, names or {}, notes or [], structural
@@ -90,6 +93,7 @@ class Trace(Layer):
         self,
         graph: fx.Graph,
         structural: bool,
+        step: tuple[str, str] = ("", ""),
         consumed: frozenset[frozenset[str]] = frozenset(),
         checks: dict[str, tuple[str, str]] | None = None,
         guards: Guards | None = None,
@@ -97,15 +101,15 @@ class Trace(Layer):
     ) -> "Trace":
         """The trace that a step makes of this one: another graph with the same inputs.
 
-        `consumed`: the names of the nodes of each match; `checks`: what is checked of new nodes; `guards`, `reads`:
-        all of them, if the step relies on more than this trace does.
+        `step`: the primitive, and what it put in; `consumed`: the names of the nodes of each match; `checks`: what is
+        checked of new nodes; `guards`, `reads`: all of them, if the step relies on more than this trace does.
         """
         names = {node.name for node in graph.nodes}
         kept = {name: check for name, check in self.checks.items() if name in names}
         return Trace(
             graph, guards or self._guards, self.inputs, self.constants, reads if reads is not None else self.reads,
             {**kept, **(checks or {})}, self.names, self.notes, self.structural and structural, self.inlined, self,
-            consumed,
+            consumed, (*self.steps, step),
         )  # fmt: skip
 
     def relying_on(self, module: nn.Module, reads: Reads, kinds: dict[str, type]) -> tuple[Guards, Reads]:

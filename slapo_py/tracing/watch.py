@@ -139,7 +139,11 @@ class Watch:
                 if capture.active:
                     capture.inlined.add(paths[id(module)])
                     _refuse_rewritten(module, paths[id(module)])
-                out = forward(*args, **kwargs)
+                around, capture.within = capture.within, paths[id(module)]
+                try:
+                    out = forward(*args, **kwargs)
+                finally:
+                    capture.within = around
             else:
                 path, before = paths[id(module)], collected()
                 out = capture.call_opaque(lambda a, k: capture.graph.call_module(path, a, k), forward, args, kwargs)

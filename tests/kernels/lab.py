@@ -315,7 +315,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def close(found: Tensor, exact: Tensor, usual: Tensor, what: str) -> None:
-    """The error against float64 is at most twice that of the reference in this dtype plus one unit in the last place."""
+    """The error against float64 is at most twice the reference's in this dtype, and one unit in the last place."""
     assert found.dtype == usual.dtype and found.shape == usual.shape == exact.shape, what
     strange = ~torch.isfinite(usual)
     assert torch.equal(found[strange].nan_to_num(7e4), usual[strange].nan_to_num(7e4)), f"{what}: nan and inf"

@@ -28,10 +28,10 @@ def closer(x: Tensor, y: Tensor) -> Tensor:
 def own() -> Iterator[None]:
     kernels.register_kernel(kernels.Kernel("bias_gelu_tanh", fused_new_gelu, new_gelu_bias, (new_gelu_bias,)))
     kernels.register_kernel(
-        kernels.Kernel("bias_gelu", fused_gelu, gelu_bias, (lambda x, bias: F.silu(x + bias), gelu_bias))
+        kernels.Kernel("gelu_after_bias", fused_gelu, gelu_bias, (lambda x, bias: F.silu(x + bias), gelu_bias))
     )
     yield
-    for name in ("bias_gelu_tanh", "bias_gelu"):
+    for name in ("bias_gelu_tanh", "gelu_after_bias"):
         kernels.unregister_kernel(name)
 
 
@@ -66,7 +66,7 @@ def test_a_traced_place_is_searched_as_it_is_first() -> None:
     sch["blocks.0.up"].decompose()
     sch["blocks.0"].trace(flatten=True, leaves=["norm", "down", "drop"])
     before = sch["blocks.0"].graph
-    sch["blocks.0"].fuse("bias_gelu")
+    sch["blocks.0"].fuse("gelu_after_bias")
     assert "fused_gelu(" in str(sch["blocks.0"])
     assert len(before.nodes) - 1 == len(sch["blocks.0"].graph.nodes)
     near(record(sch.module, {"ids": ids()}), record(sch.original, {"ids": ids()}))
@@ -75,7 +75,7 @@ def test_a_traced_place_is_searched_as_it_is_first() -> None:
 def test_it_is_traced_anew_where_that_is_needed() -> None:
     sch = slapo.create_schedule(net(), {"ids": ids()})
     sch["blocks.0"].trace()
-    sch["blocks.0"].fuse("bias_gelu")
+    sch["blocks.0"].fuse("gelu_after_bias")
     assert "fused_gelu(" in str(sch["blocks.0"])
     near(record(sch.module, {"ids": ids()}), record(sch.original, {"ids": ids()}))
 
@@ -83,24 +83,26 @@ def test_it_is_traced_anew_where_that_is_needed() -> None:
 def test_refusals_say_why_and_leave_nothing_behind() -> None:
     sch = slapo.create_schedule(net(), {"ids": ids()})
     printed = str(sch)
-    with pytest.raises(NoMatchError, match="there is no kernel 'bias_glu'. Did you mean 'bias_gelu'"):
-        sch["blocks.0"].fuse("bias_glu")
+    with pytest.raises(NoMatchError, match="there is no kernel 'gelu_after_bia'. Did you mean 'gelu_after_bias'"):
+        sch["blocks.0"].fuse("gelu_after_bia")
     with pytest.raises(NoMatchError, match="fuse\\('bias_gelu_tanh'\\) at \"blocks.0\": "):
         sch["blocks.0"].fuse("bias_gelu_tanh")
-    with pytest.raises(NoMatchError, match="fuse\\('bias_gelu'\\) at \"blocks.0.drop\": "):
-        sch["blocks.0.drop"].fuse("bias_gelu")
+    with pytest.raises(NoMatchError, match="fuse\\('gelu_after_bias'\\) at \"blocks.0.drop\": "):
+        sch["blocks.0.drop"].fuse("gelu_after_bias")
     with pytest.raises(ArgumentError, match="names a registered kernel, and compiler='inductor' compiles a match"):
-        sch["blocks.0"].fuse("bias_gelu", compiler="inductor")
+        sch["blocks.0"].fuse("gelu_after_bias", compiler="inductor")
     assert str(sch) == printed
     sch["blocks.0"].trace().replace(closer, lambda x, y: x + y * 0.5 if False else x + y)
-    with pytest.raises(NoMatchError, match="fuse\\('bias_gelu'\\) at \"blocks.0\""):  # its graph can't be made anew
-        sch["blocks.0"].fuse("bias_gelu")
+    with pytest.raises(
+        NoMatchError, match="fuse\\('gelu_after_bias'\\) at \"blocks.0\""
+    ):  # its graph can't be made anew
+        sch["blocks.0"].fuse("gelu_after_bias")
 
 
 def test_the_table_of_kernels() -> None:
-    assert {"bias_gelu", "bias_gelu_tanh"} <= set(kernels.list_kernels())
-    made: Any = kernels.find_kernel("bias_gelu")
-    with pytest.raises(RegistryError, match="there is a kernel 'bias_gelu' already"):
+    assert {"gelu_after_bias", "bias_gelu_tanh"} <= set(kernels.list_kernels())
+    made: Any = kernels.find_kernel("gelu_after_bias")
+    with pytest.raises(RegistryError, match="there is a kernel 'gelu_after_bias' already"):
         kernels.register_kernel(made)
     with pytest.raises(RegistryError, match="needs at least one pattern"):
         kernels.Kernel("none", fused_gelu, gelu_bias, ())
@@ -139,7 +141,7 @@ def test_hooks_are_not_gone_past(hooked: str) -> None:
     model.get_submodule(hooked).register_forward_hook(lambda *_: seen.append(1))
     x = torch.randn(3, 4)
     sch = slapo.create_schedule(model, (x,))
-    with pytest.raises(NoMatchError, match="fuse\\('bias_gelu'\\) at \"\""):
-        sch.fuse("bias_gelu")
+    with pytest.raises(NoMatchError, match="fuse\\('gelu_after_bias'\\) at \"\""):
+        sch.fuse("gelu_after_bias")
     sch.module(x)
     assert seen == [1]
