@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.kernels.launch import jit, runs_triton, tl
+from slapo_py.kernels.launch import ceil_div, jit, launch, runs_triton, tl
 
 
 def draw_noise(x: Tensor, p: float, training: bool, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -24,9 +24,11 @@ def draw_noise(x: Tensor, p: float, training: bool, dtype: torch.dtype | None = 
     return F.dropout(torch.ones_like(x, dtype=dtype, requires_grad=False), p)
 
 
-def apply_noise(x: Tensor, noise: Tensor | None) -> Tensor:
-    """What the reference does with noise that was drawn off the GPU."""
-    return x if noise is None else x * noise
+def apply_noise(x: Tensor, noise: Tensor | None, p: float) -> Tensor:
+    """What the reference does with the noise; a seed becomes the mask that the kernels would have drawn."""
+    if noise is None:
+        return x
+    return x * (_mask(noise, x.detach(), p) if noise.dtype == torch.int64 else noise)
 
 
 @jit
@@ -34,3 +36,22 @@ def noise_at(seed_ptr, index, p):
     """What dropout multiplies the elements of a row-major 64-bit index by: 0, or 1 / (1 - p)."""
     kept = tl.rand(tl.load(seed_ptr), index) >= p
     return tl.where(kept, 1.0 / tl.maximum(1.0 - p, 1e-30), 0.0)
+
+
+@jit
+def _mask_kernel(seed_ptr, out_ptr, count, p, BLOCK: tl.constexpr):
+    index = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + index, noise_at(seed_ptr, index, p).to(out_ptr.dtype.element_ty), mask=index < count)
+
+
+@torch.library.custom_op("slapo::dropout_mask", mutates_args=())
+def _mask(seed: Tensor, x: Tensor, p: float) -> Tensor:
+    """What the kernels multiply a tensor of the shape of x by."""
+    mask = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    launch(_mask_kernel, (ceil_div(x.numel(), 1024),), seed, mask, x.numel(), p, BLOCK=1024)
+    return mask
+
+
+@_mask.register_fake
+def _(seed: Tensor, x: Tensor, p: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -32,10 +32,10 @@ _recorded: "list[Launch] | None" = None
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Whether an operation on `x` runs its Triton kernels; else it runs its reference."""
+def runs_triton(x: Tensor, widest: int = WIDEST) -> bool:
+    """Whether an operation on `x`, of rows of at most `widest`, runs its Triton kernels; else it runs its reference."""
     placed = triton is not None and (x.is_cuda or INTERPRETED or _recorded is not None)
-    return placed and x.dtype in _DTYPES and x.numel() > 0 and x.dim() > 0 and x.shape[-1] <= WIDEST
+    return placed and x.dtype in _DTYPES and x.numel() > 0 and x.dim() > 0 and x.shape[-1] <= widest
 
 
 @dataclass(frozen=True)

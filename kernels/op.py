@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_py.kernels.launch import runs_triton
+from slapo_py.kernels.launch import WIDEST, runs_triton
 
 Function = Callable[..., Any]
 
@@ -21,6 +21,7 @@ def fused_op(
     fits: Function = lambda *args: True,
     keep: bool = False,
     everywhere: bool = False,
+    widest: int = WIDEST,
     twin: str = "",
 ) -> Function:
     """The operation `torch.ops.slapo.<name>`; it is called with all its arguments by position.
@@ -34,6 +35,7 @@ def fused_op(
         are arguments; one that is needed has the argument's shape and dtype, the others are ignored.
     fits: whether Triton's form covers these arguments (shapes that broadcast oddly, say); else the reference runs.
     everywhere: `forward` and `backward` run on every device; they know themselves what to do without Triton.
+    widest: the longest last dim of the first argument that Triton's form takes.
     twin: "a, b" if the arguments a and b always have the same gradient: where shape and dtype agree, it is computed
         for a and used for both.
 
@@ -46,7 +48,7 @@ def fused_op(
     pair = tuple(names.index(one) for one in twin.split(", ")) if twin else ()
 
     def by_triton(args: Sequence[Any]) -> bool:
-        return everywhere or (runs_triton(args[0]) and fits(*args))
+        return everywhere or (runs_triton(args[0], widest) and fits(*args))
 
     def run(*args: Any) -> Any:
         with _no_autocast(args):
@@ -144,7 +146,11 @@ def _gradients(
             for one, need in zip(args, needs)
         ]
         results = reference(*given)
+        pairs = zip(results if isinstance(results, tuple) else (results,), grads)
+        chosen = [(one, grad) for one, grad in pairs if one.requires_grad]
         needed = [one for one, need in zip(given, needs) if need]
-        found = torch.autograd.grad(results, needed, list(grads), create_graph=keep, allow_unused=True)
+        found = torch.autograd.grad(
+            [one for one, _ in chosen], needed, [grad for _, grad in chosen], create_graph=keep, allow_unused=True
+        )
     by_place = iter(found)
     return tuple(next(by_place) if need else None for need in needs)

@@ -98,15 +98,24 @@ def _fuse(place: Schedule, kernel: Kernel) -> None:
     except NoMatchError:
         if any(primitive != "fuse" for primitive, _ in trace.steps):
             raise  # what other steps have put into the graph would be lost
-        _open(place, [*(find_kernel(name) for _, name in trace.steps), kernel])
+        _open(place, [*(find_kernel(name) for name in dict.fromkeys(name for _, name in trace.steps)), kernel])
 
 
 def _put_in(place: Schedule, kernel: Kernel) -> list[Occurrence]:
-    forms = kernel.forms
-    found = occurrences(place, pattern(*(form.pattern for form in forms)), f"fuse({kernel.name!r})")
-    puts: list[Put] = [(forms[one.alternative].op or kernel.op, forms[one.alternative].keywords) for one in found]
-    dress(place.module, with_functions(place, found, puts, "fuse", kernel.name))
-    return found
+    """One form of the kernel after the other; a later one finds what the earlier ones have left."""
+    everything, reasons = [], []
+    for form in kernel.forms:
+        try:
+            found = occurrences(place, pattern(form.pattern), f"fuse({kernel.name!r})")
+        except NoMatchError as error:
+            reasons.append(str(error) if not reasons else str(error).partition(": ")[2])
+            continue
+        puts: list[Put] = [(form.op or kernel.op, form.keywords)] * len(found)
+        dress(place.module, with_functions(place, found, puts, "fuse", kernel.name))
+        everything += found
+    if not everything:
+        raise NoMatchError(" ".join(reasons))
+    return everything
 
 
 def _open(place: Schedule, kernels: list[Kernel]) -> None:

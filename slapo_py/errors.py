@@ -71,6 +71,14 @@ class PatternError(ScheduleError):
     """A pattern can't be what it is written as: it uses something that no graph can hold, or falls apart."""
 
 
+class PlacementError(ScheduleError):
+    """A tensor can't lie on a mesh as it should: a dim, a block or a conversion that there is not."""
+
+
+class ShardError(ScheduleError):
+    """A parameter can't be split as a schedule asks."""
+
+
 class StaleMatchError(ScheduleError):
     """A match was found in a graph that a later step has changed."""
 

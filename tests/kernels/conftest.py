@@ -5,6 +5,11 @@ import torch
 
 from slapo_py.kernels.launch import INTERPRETED
 
+if INTERPRETED:
+    from tests.kernels import interpreter
+
+    interpreter.mend()
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = [item for item in items if item.path.is_relative_to(__file__.rpartition("/")[0])]
