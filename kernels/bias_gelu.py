@@ -25,7 +25,7 @@ def reference(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 
 
 @jit
-def _parts(h, TANH: tl.constexpr):
+def gelu_parts(h, TANH: tl.constexpr):
     """(gelu(h) / h, its derivative by h)."""
     if TANH:
         u = 1.5957691216057308 * (h + 0.044715 * h * h * h)  # 2 sqrt(2 / pi)
@@ -56,7 +56,7 @@ def _forward_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ROUND: tl.constexpr = y_ptr.dtype.element_ty
     h = _sum(x_ptr, b_ptr, row, columns, width, inner, x_outer, x_inner, x_column, b_column, ROUND)
-    s, _ = _parts(h, TANH)
+    s, _ = gelu_parts(h, TANH)
     tl.store(y_ptr + tl.cast(row, tl.int64) * width + columns, (h * s).to(ROUND), mask=columns < width)
 
 
@@ -76,7 +76,7 @@ def _backward_kernel(
         h = _sum(x_ptr, b_ptr, row, columns, width, inner, x_outer, x_inner, x_column, b_column, ROUND)
         g_row = g_ptr + row_offset(row, inner, g_outer, g_inner)
         g = tl.load(g_row + column_offset(columns, g_column), mask=inside, other=0.0).to(tl.float32)
-        _, slope = _parts(h, TANH)
+        _, slope = gelu_parts(h, TANH)
         dh = (g * slope).to(ROUND).to(tl.float32)
         if dx_ptr is not None:
             tl.store(dx_ptr + tl.cast(row, tl.int64) * width + columns, dh.to(dx_ptr.dtype.element_ty), mask=inside)

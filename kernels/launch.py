@@ -29,13 +29,13 @@ WIDEST = 2**17
 
 
 _recorded: "list[Launch] | None" = None
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def runs_triton(x: Tensor, widest: int = WIDEST) -> bool:
     """Whether an operation on `x`, of rows of at most `widest`, runs its Triton kernels; else it runs its reference."""
     placed = triton is not None and (x.is_cuda or INTERPRETED or _recorded is not None)
-    return placed and x.dtype in _DTYPES and x.numel() > 0 and x.dim() > 0 and x.shape[-1] <= widest
+    return placed and x.dtype in DTYPES and x.numel() > 0 and x.dim() > 0 and x.shape[-1] <= widest
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ def launch(function: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4,
         _recorded.append(Launch(function, grid, args, constants, num_warps))
         return
     first = next(one for one in args if isinstance(one, Tensor))
+    fusion = {} if INTERPRETED else {"enable_fp_fusion": triton.knobs.language.default_fp_fusion}  # or 3.9 warns
     with torch.cuda.device_of(first) if first.is_cuda else contextlib.nullcontext():
-        function[grid](*args, num_warps=num_warps, **constants)
+        function[grid](*args, num_warps=num_warps, **fusion, **constants)
 
 
 def as_rows(*tensors: Tensor) -> list[Tensor]:
@@ -107,7 +108,7 @@ def row_offset(row, inner, stride_outer, stride_inner):
 @jit
 def column_offset(columns, stride):
     """Where columns lie from the beginning of their row; 64 bits only where they don't lie side by side."""
-    if stride == 1:
-        return columns
-    else:  # noqa: RET505  (Triton compiles one of the two)
+    if isinstance(stride, int):  # Triton makes a stride of 1 a constant
+        return columns * stride
+    else:  # noqa: RET505  (it compiles one of the two; in the interpreter every stride is an int)
         return columns.to(tl.int64) * stride

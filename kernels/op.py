@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_py.kernels.launch import WIDEST, runs_triton
+from slapo_py.kernels.launch import DTYPES, WIDEST, runs_triton
 
 Function = Callable[..., Any]
 
@@ -48,7 +48,10 @@ def fused_op(
     pair = tuple(names.index(one) for one in twin.split(", ")) if twin else ()
 
     def by_triton(args: Sequence[Any]) -> bool:
-        return everywhere or (runs_triton(args[0], widest) and fits(*args))
+        if everywhere:
+            return True
+        floats = (one for one in args if isinstance(one, Tensor) and one.is_floating_point())
+        return runs_triton(args[0], widest) and all(one.dtype in DTYPES for one in floats) and fits(*args)
 
     def run(*args: Any) -> Any:
         with _no_autocast(args):
@@ -81,8 +84,14 @@ def fused_op(
         outputs = (output if isinstance(output, tuple) else (output,)) if keep else ()
         ctx.save_for_backward(*outputs, *(one for one in inputs if isinstance(one, Tensor)))
         ctx.kept = len(outputs)
+        ctx.set_materialize_grads(False)  # of a statistic that nobody used: no zeros of its size
+        ctx.facts = [(one.shape, one.dtype, one.device) for one in (output if isinstance(output, tuple) else (output,))]
 
-    def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads = [
+            torch.zeros((), dtype=dtype, device=device).expand(shape) if one is None else one
+            for one, (shape, dtype, device) in zip(found, ctx.facts)
+        ]
         saved = ctx.saved_tensors  # read once: a checkpoint makes them anew for one reading
         outputs, tensors = saved[: ctx.kept], iter(saved[ctx.kept :])
         args = [next(tensors) if is_tensor else one for is_tensor, one in zip(ctx.is_tensor, ctx.plain)]
@@ -92,10 +101,10 @@ def fused_op(
         same = _is_twin(pair, needs, args)
         asked = [need and not (same and place == pair[1]) for place, need in enumerate(needs)]
         results = iter(backward_op(list(grads), list(outputs), asked, *args))
-        found = [next(results) if need else None for need in asked]
+        made = [next(results) if need else None for need in asked]
         if same:
-            found[pair[1]] = found[pair[0]]
-        return tuple(found)
+            made[pair[1]] = made[pair[0]]
+        return tuple(made)
 
     op.register_autograd(differentiate, setup_context=setup)
     return op
@@ -117,6 +126,7 @@ def _owned(results: Any, args: Sequence[Any]) -> Any:
     owned = []
     for one in results if isinstance(results, tuple) else (results,):
         one = one.contiguous()
+        one = one.view(-1).view(one.shape) if one.numel() else one  # a dim of size 1 may have any stride
         if _storage(one) in seen:
             one = one.clone(memory_format=_CONTIGUOUS)
         seen.add(_storage(one))

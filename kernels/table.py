@@ -7,7 +7,6 @@ from rich.table import Table
 
 from slapo_py.kernels.spec import find_kernel, list_kernels
 
-
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 

@@ -8,7 +8,10 @@ from slapo_py.primitives.configure import Configure
 from slapo_py.primitives.decompose import Decompose
 from slapo_py.primitives.fuse import Fuse
 from slapo_py.primitives.group import Group
+from slapo_py.primitives.reduce_grad import ReduceGrad
 from slapo_py.primitives.replace import Replace
+from slapo_py.primitives.shard import ShardParameters
+from slapo_py.primitives.sync import SyncBorder
 from slapo_py.primitives.trace import Trace
 
 __all__ = [
@@ -20,6 +23,9 @@ __all__ = [
     "Decompose",
     "Fuse",
     "Group",
+    "ReduceGrad",
     "Replace",
+    "ShardParameters",
+    "SyncBorder",
     "Trace",
 ]

@@ -16,6 +16,7 @@ from slapo_py.primitive import TABLE
 from slapo_py.snapshot import Snapshot, nothing_collected, random_states_kept
 
 if TYPE_CHECKING:
+    from slapo_py.layouts.syncs import Sync
     from slapo_py.schedule import Schedule
     from slapo_py.tracing import Tracer
 
@@ -33,6 +34,8 @@ class Root:
         self.history = History()
         self.annotations: Annotations = {}
         """Tags of parameters, by the parameter's first name: `{"wte.weight": {"lr": 0.1}}`."""
+        self.syncs: dict[str, dict[str, Sync]] = {}
+        """Collectives at the borders of modules, by path and by where they stand."""
         self._removed: dict[str, Step] = {}
         self._names: dict[int, str] | None = None
         self._tracer: Tracer | None = None
@@ -125,7 +128,7 @@ class Root:
         """All or nothing for changes at and below a path: whatever is raised, everything is as before."""
         place = self.module(path)
         above = [self.module(path[:end]) for end in _dots(path)] if path else []
-        shared = (self.annotations, self._removed)
+        shared = (self.annotations, self.syncs, self._removed)
         snapshot = Snapshot(place.modules(), above, *shared)
         history, copy = self.history, self.copy
         try:
@@ -161,10 +164,10 @@ class Root:
     @contextmanager
     def rebuilt(self) -> Iterator[None]:
         """A fresh clone of the original with an empty history; the old copy comes back if the body raises."""
-        held = (self.copy, self.history, self.annotations, self._removed, self._names)
+        held = (self.copy, self.history, self.annotations, self.syncs, self._removed, self._names)
         training = {name: one.training for name, one in self.copy.named_modules(remove_duplicate=False)}
         self.copy, self.history = clone(self.original), History()
-        self.annotations, self._removed, self._names = {}, {}, None
+        self.annotations, self.syncs, self._removed, self._names = {}, {}, {}, None
         if not all(step.primitive in TABLE and TABLE[step.primitive].structural for step in held[1]):
             self._forget()
         try:
@@ -172,7 +175,7 @@ class Root:
             for name, one in self.copy.named_modules(remove_duplicate=False):
                 one.training = training.get(name, one.training)
         except BaseException:
-            self.copy, self.history, self.annotations, self._removed, self._names = held
+            self.copy, self.history, self.annotations, self.syncs, self._removed, self._names = held
             self._forget()
             raise
 

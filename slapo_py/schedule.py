@@ -13,10 +13,12 @@ from slapo_py.selection import Selection, matching
 from slapo_py.snapshot import random_states_kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.fx import Graph
 
+    from slapo_py.layouts.placement import Placement
+    from slapo_py.layouts.state import Fault
     from slapo_py.matches import Match
     from slapo_py.verify import Report
 
@@ -229,6 +231,33 @@ class Schedule:
         from slapo_py.matches import reason
 
         return reason(self, pattern)
+
+    # Layouts
+
+    def check(self, axis: str = "tp", ranks: int = 2) -> "list[Fault]":
+        """What is wrong with the split parameters and syncs at and below this place on one mesh axis; [] if they fit.
+
+        Each fault says where, which placements were found and needed, and the line to write. ranks: the size of the
+        axis for which sizes are looked at. Raises `TraceError`, `NoExampleInputs`.
+        """
+        with random_states_kept():
+            from slapo_py.layouts.check import check
+
+            return check(self, axis, ranks)
+
+    def auto_sync(self, axis: str = "tp", pins: "Mapping[str, Placement] | None" = None, ranks: int = 2) -> "Schedule":
+        """Insert every missing sync, summed gradient and divided attribute at and below this place, as ordinary steps.
+
+        pins: placements of what enters modules, by path from here: sequence parallelism is one pin,
+        `{"model.layers.0": slapo.Shard(1)}`. All or nothing. Raises `PlacementError` where a conversion or a literal
+        size has no place, `TraceError`, `NoExampleInputs`.
+        """
+        with random_states_kept():
+            from slapo_py.layouts.auto import auto_sync
+
+            with self._root.transaction(self._path):
+                auto_sync(self, axis, pins, ranks)
+        return self
 
     # Verifying
 

@@ -323,7 +323,8 @@ class Matcher:
         return self._cycle(covered, outputs) if len(outputs) > 1 else None
 
     def _cycle(self, covered: set[fx.Node], outputs: set[fx.Node]) -> tuple[str, fx.Node, fx.Node] | None:
-        """A node outside that needs one output and is needed for another."""
+        """A node outside that needs one output and is needed for another; not a size that the pattern reads itself."""
+        own = self._books()
         last = max(self.terms.order[node] for node in covered)
         reached: set[fx.Node] = set()
         waiting = [user for node in outputs for user in node.users if user not in covered]
@@ -333,9 +334,10 @@ class Matcher:
                 continue
             reached.add(node)
             for user in node.users:
-                if user in covered:
+                if user not in covered:
+                    waiting.append(user)
+                elif node not in own:
                     return ("a cycle", node, user)
-                waiting.append(user)
         return None
 
 

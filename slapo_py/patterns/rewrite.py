@@ -47,7 +47,7 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
     new, table = copied(graph)
     calls = []
     for index, group in enumerate(groups):
-        nodes = sorted(table[node] for node in group.nodes)
+        nodes = _with_sizes(new, sorted(table[node] for node in group.nodes))
         after = _movable(module, nodes)
         with new.inserting_before(nodes[-1].next):
             call = make(new, index, table.__getitem__)
@@ -66,6 +66,43 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
             new.erase_node(node)
         calls.append(call)
     return new, calls
+
+
+def _with_sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
+    """The nodes, and a copy of each size that they read of each other; what reads it outside keeps the one there is."""
+    inside, twins = set(nodes), {}
+    for node in nodes:
+        for one in node.all_input_nodes:
+            if one not in inside and _is_size(one) and _reads(one, inside):
+                node.replace_input_with(one, _twin(graph, one, inside, twins))
+    return sorted([*nodes, *twins.values()])
+
+
+def _twin(graph: fx.Graph, node: fx.Node, inside: set[fx.Node], twins: dict[fx.Node, fx.Node]) -> fx.Node:
+    if node not in twins:
+        given = {one: _twin(graph, one, inside, twins) for one in node.all_input_nodes if _is_size(one)}
+        with graph.inserting_before(node):
+            twins[node] = graph.node_copy(node, lambda one: given.get(one, one))
+    return twins[node]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node reads sizes, picks one or computes with them."""
+    if node.op == "call_method":
+        return node.target == "size"
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] == "shape"
+    picks = node.target in (operator.getitem, *_ARITHMETIC)
+    return picks and bool(node.all_input_nodes) and all(map(_is_size, node.all_input_nodes))
+
+
+def _reads(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(one in inside or (_is_size(one) and _reads(one, inside)) for one in node.all_input_nodes)
+
+
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)
 
 
 def _movable(module: nn.Module, nodes: list[fx.Node]) -> list[fx.Node]:

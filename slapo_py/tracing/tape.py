@@ -74,6 +74,20 @@ class Tape(Bindings):
         self.said: list[str] = []
         """Where the forward printed, logged or warned."""
 
+    # What a recording that sees more adds
+
+    def entered(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the forward of the submodule `within`, which is part of the graph, is called with."""
+        return args, kwargs
+
+    def left(self, out: Any) -> Any:
+        """What it gives back."""
+        return out
+
+    def attribute(self, path: str, name: str, value: Any) -> Any:
+        """What a forward sees of an attribute that it reads of a module."""
+        return value
+
     def quiet(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function whose torch-level calls are not logged."""
         was, self.active = self.active, False

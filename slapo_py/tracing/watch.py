@@ -108,6 +108,7 @@ class Watch:
             value = plain_read(module, name)
             if capture.active and id(module) in paths and not name.startswith("__"):
                 note("self" + dotted(paths[id(module)]), name, value)
+                return capture.attribute(paths[id(module)], name, value)
             return value
 
         def read_stored(module: nn.Module, name: str) -> Any:
@@ -141,7 +142,8 @@ class Watch:
                     _refuse_rewritten(module, paths[id(module)])
                 around, capture.within = capture.within, paths[id(module)]
                 try:
-                    out = forward(*args, **kwargs)
+                    args, kwargs = capture.entered(args, kwargs)
+                    out = capture.left(forward(*args, **kwargs))
                 finally:
                     capture.within = around
             else:

@@ -295,6 +295,8 @@ def _second(function: Any, args: Args) -> list[Tensor]:
         create_graph=True,
     )
     total = sum(one.double().square().sum() for one in first)
+    if not total.requires_grad:  # linear in all that needs gradients
+        return [torch.zeros_like(one) for one in _needing(args)]
     return list(torch.autograd.grad(total, _needing(args), allow_unused=True, materialize_grads=True))
 
 

@@ -19,80 +19,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 
 import slapo_py as slapo
 from slapo_py.errors import NoMatchError
 from slapo_py.kernels import find_kernel, list_kernels
+from tests.families import bert, decoder, gemma2, gpt2, llama, opt, padded, pair, qwen3, t5
 
 Counts = dict[str, int]
-
-
-def _ids(batch: int = 2, length: int = 6) -> Tensor:
-    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
-
-
-def _padded() -> dict[str, Tensor]:
-    mask = torch.ones(2, 6, dtype=torch.long)
-    mask[1, 4:] = 0  # without padding an encoder makes no mask
-    return {"input_ids": _ids(), "attention_mask": mask}
-
-
-def _decoder() -> dict[str, Any]:
-    return {"input_ids": _ids(), "use_cache": False}
-
-
-def _pair() -> dict[str, Any]:
-    return {**_padded(), "decoder_input_ids": _ids(2, 5), "use_cache": False}
-
-
-_LLAMA = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 32,
-}  # fmt: skip
-
-
-def _bert(attention: str) -> nn.Module:
-    config = hf.BertConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=32, attn_implementation=attention,
-    )  # fmt: skip
-    return hf.BertForMaskedLM(config)
-
-
-def _gpt2(attention: str) -> nn.Module:
-    config = hf.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=32, attn_implementation=attention)
-    return hf.GPT2LMHeadModel(config)
-
-
-def _opt(attention: str) -> nn.Module:
-    config = hf.OPTConfig(
-        vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48,
-        max_position_embeddings=32, word_embed_proj_dim=32, attn_implementation=attention,
-    )  # fmt: skip
-    return hf.OPTForCausalLM(config)
-
-
-def _t5(attention: str) -> nn.Module:
-    config = hf.T5Config(
-        vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-        decoder_start_token_id=0, attn_implementation=attention,
-    )  # fmt: skip
-    return hf.T5ForConditionalGeneration(config)
-
-
-def _llama(attention: str) -> nn.Module:
-    return hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, attn_implementation=attention))
-
-
-def _qwen3(attention: str) -> nn.Module:
-    return hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, attn_implementation=attention))
-
-
-def _gemma2(attention: str) -> nn.Module:
-    config = hf.Gemma2Config(**_LLAMA, sliding_window=4, query_pre_attn_scalar=8, attn_implementation=attention)
-    return hf.Gemma2ForCausalLM(config)
 
 
 @dataclass(frozen=True)
@@ -108,44 +42,44 @@ class Family:
 
 FAMILIES = {
     "bert": Family(
-        _bert, _padded, "bert.encoder.layer.*",
+        bert, padded, "bert.encoder.layer.*",
         {"bias_gelu": 1, "bias_dropout_add": 2, "layer_norm": 2, "add_layer_norm": 2, "dropout_add_layer_norm": 2,
              "masked_softmax": 1},
         {"bias_gelu": 1, "masked_softmax": 1, "dropout_add_layer_norm": 2},
     ),
     "gpt2": Family(
-        _gpt2, _decoder, "transformer.h.*",
+        gpt2, decoder, "transformer.h.*",
         {"bias_gelu": 1, "bias_dropout_add": 2, "layer_norm": 2, "add_layer_norm": 1, "dropout_add_layer_norm": 1,
              "masked_softmax": 1},
         {"bias_gelu": 1, "masked_softmax": 1, "dropout_add_layer_norm": 1, "bias_dropout_add": 1, "layer_norm": 1},
     ),
     "opt": Family(
-        _opt, _decoder, "model.decoder.layers.*",
+        opt, decoder, "model.decoder.layers.*",
         {"bias_dropout_add": 2, "layer_norm": 2, "add_layer_norm": 1, "dropout_add_layer_norm": 1, "masked_softmax": 1},
         {"masked_softmax": 1, "dropout_add_layer_norm": 1, "bias_dropout_add": 1, "layer_norm": 1},
     ),
     "t5 encoder": Family(
-        _t5, _pair, "encoder.block.*",
+        t5, pair, "encoder.block.*",
         {"geglu": 1, "rms_norm": 2, "add_rms_norm": 1, "masked_softmax": 1},
         {"geglu": 1, "masked_softmax": 1, "add_rms_norm": 1, "rms_norm": 1},
     ),
     "t5 decoder": Family(
-        _t5, _pair, "decoder.block.*",
+        t5, pair, "decoder.block.*",
         {"geglu": 1, "rms_norm": 3, "add_rms_norm": 2, "masked_softmax": 2},
         {"geglu": 1, "masked_softmax": 2, "add_rms_norm": 2, "rms_norm": 1},
     ),
     "llama": Family(
-        _llama, _decoder, "model.layers.*",
+        llama, decoder, "model.layers.*",
         {"swiglu": 1, "rms_norm": 2, "add_rms_norm": 1, "rope": 1, "masked_softmax": 1},
         {"swiglu": 1, "rope": 1, "masked_softmax": 1, "add_rms_norm": 1, "rms_norm": 1},
     ),
     "qwen3": Family(
-        _qwen3, _decoder, "model.layers.*",
+        qwen3, decoder, "model.layers.*",
         {"swiglu": 1, "rms_norm": 4, "add_rms_norm": 1, "rope": 1, "masked_softmax": 1},
         {"swiglu": 1, "rope": 1, "masked_softmax": 1, "add_rms_norm": 1, "rms_norm": 3},
     ),
     "gemma2": Family(
-        _gemma2, _decoder, "model.layers.*",
+        gemma2, decoder, "model.layers.*",
         {"geglu": 1, "rms_norm": 4, "add_rms_norm": 1, "rope": 1, "masked_softmax": 1},
         {"geglu": 1, "rope": 1, "masked_softmax": 1, "add_rms_norm": 1, "rms_norm": 3},
     ),

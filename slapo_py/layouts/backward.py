@@ -1,0 +1,172 @@
+"""Backward: the placement of every gradient, and where partial ones are summed.
+
+A value that is S has its gradient S alike; one that is R or P has its gradient R or P. So the only question is where a
+partial gradient meets what needs it whole. It is summed at the lowest border that sees all partial gradients of a
+value; the gradient of a whole parameter stays partial, and is reduced by itself.
+"""
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from slapo_py.layouts.forward import Forward, carries
+from slapo_py.layouts.nodes import is_border, is_record, outputs_of, picks_part, readers, slots_of
+from slapo_py.layouts.placement import P, Placement, R, Shard
+from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Typing, collective, said
+
+
+class Backward:
+    """One pass back over what `Forward` has typed. given: the collective that a user put on a border's gradient."""
+
+    def __init__(self, forward: Forward, given: Mapping[fx.Node, str]) -> None:
+        self.forward, self.typing, self.given = forward, forward.typing, given
+        self.edge: dict[tuple[fx.Node, fx.Node | str], Placement] = {}
+
+    def run(self) -> Typing:
+        typing, forward = self.typing, self.forward
+        for node in outputs_of(typing.graph):
+            self.edge[node, OUTPUT] = forward.outputs
+        for node in reversed(forward.nodes):
+            if node in forward.needing and node.op != "output" and node in typing.after and not is_record(node):
+                self._visit(node)
+        return typing
+
+    def _visit(self, node: fx.Node) -> None:
+        typing = self.typing
+        if len(typing.after[node]) != 1:
+            self._several(node)
+            return
+        users: list[fx.Node | str] = [one for one in (*readers(node), OUTPUT) if (node, one) in self.edge]
+        if not users:
+            return
+        for user in users:
+            conversion = typing.on_edge.get((node, user))
+            if conversion is not None:
+                self.edge[node, user] = self._through(conversion, self.edge[node, user])
+        gradient = self._meet(node, users)
+        own = typing.at_node.get(node)
+        if own is not None and own.source != own.target:
+            gradient = self._through(own, gradient)
+            self._compare(own)
+        elif node in self.given:
+            gradient = self._by_user(node, gradient)
+        typing.gradient[node] = gradient
+        if node.op == "get_attr":
+            if typing.produced[node][0] == R and gradient == P:
+                typing.reduced.append(node)
+        elif node.op != "placeholder":
+            self._pass_on(node, (gradient,))
+
+    def _several(self, node: fx.Node) -> None:
+        """Of a node with several results: the parts that are read bring their gradients."""
+        parts = {one.args[1]: self.typing.gradient.get(one) for one in node.users if picks_part(one)}
+        found = tuple(parts.get(index) for index in range(len(self.typing.after[node])))
+        if any(one is not None for one in found):
+            known = next(one for one in found if one is not None)
+            self._pass_on(node, tuple(known if one is None else one for one in found))
+
+    def _pass_on(self, node: fx.Node, gradients: tuple[Placement, ...]) -> None:
+        if picks_part(node):
+            return  # the node that it picks from asks for it
+        signature = self.typing.signature[node]
+        partial = any(one == P for one in gradients)
+        for slot, wanted in zip(slots_of(node), signature.gradients):
+            if slot not in self.forward.needing:
+                continue
+            found = (P if partial else R) if wanted is None else wanted
+            if found == R and partial and signature.kind != "contracted":
+                found = P
+            before = self.edge.get((slot, node))
+            self.edge[slot, node] = found if before is None or before == found else P
+
+    def _meet(self, node: fx.Node, users: "list[fx.Node | str]") -> Placement:
+        """The gradients of all readers meet here; one comes out."""
+        typing = self.typing
+        partial = [one for one in users if self.edge[node, one] == P]
+        if not partial or isinstance(typing.after[node][0], Shard):
+            return P if partial else self.edge[node, users[0]]
+        own = typing.at_node.get(node)
+        free = carries(node) or (own is not None and isinstance(own.source, Shard)) or node in self.given
+        if len(partial) == len(users) and ((free and typing.produced[node][0] != P) or node.op == "get_attr"):
+            return P
+        low = self._lowest_border(node, partial)
+        placed = typing.after[node][0]
+        if low is not None:
+            typing.at_node[low] = Conversion(low, placed, placed, P, R)
+        else:
+            conversion = Conversion(node, placed, placed, P, R, frozenset(partial))
+            for user in partial:
+                typing.grad_on_edge[node, user] = conversion
+        return R
+
+    def _lowest_border(self, node: fx.Node, partial: "list[fx.Node | str]") -> fx.Node | None:
+        """Down a single reader through what only moves: the last border that still sees every partial gradient."""
+        typing, best = self.typing, None
+        seen = {one for one in readers(node) if (node, one) in self.edge}
+        if is_border(node) and set(partial) == seen and node not in typing.at_node:
+            best = node
+        while len(partial) == 1 and isinstance(partial[0], fx.Node):
+            user = partial[0]
+            if not carries(user) or user in typing.at_node or (node, user) in typing.on_edge:
+                break
+            if is_border(user):
+                best = user
+            node, partial = user, [one for one in readers(user) if (user, one) in self.edge]
+            if best is node and len(partial) > 1:
+                break
+        return best
+
+    def _through(self, conversion: Conversion, gradient: Placement) -> Placement:
+        """A gradient arrives at a conversion of the value: what leaves."""
+        conversion.grad_source = gradient
+        conversion.grad_target = conversion.source if isinstance(conversion.source, Shard) else R
+        return conversion.grad_target
+
+    def _compare(self, own: Conversion) -> None:
+        """The collective that a user put on the gradient, with the right one."""
+        asked = self.given.get(own.node)
+        if asked is not None and asked != own.backward:
+            self.typing.faults.append(
+                Fault(
+                    "wrong in backward", own.node,
+                    f"{said(own.node)}: the value goes through {own.forward}, so the gradient arrives as "
+                    f"{own.grad_source} and must leave as {own.grad_target}: that is {own.backward}, not {asked}. "
+                    f"Write: {sync_line(own.node, own.forward, own.backward, own)}",
+                )
+            )  # fmt: skip
+
+    def _by_user(self, node: fx.Node, gradient: Placement) -> Placement:
+        """A sync of the gradient alone."""
+        typing = self.typing
+        asked, placed = self.given[node], typing.after[node][0]
+        if asked == "none":
+            return gradient
+        if asked == collective(P, R) and gradient == P:
+            typing.at_node[node] = Conversion(node, placed, placed, P, R)
+            return R
+        said_so = f"{typing.ranks} times too large" if gradient == R else "something else"
+        typing.faults.append(
+            Fault(
+                "doubled in backward", node,
+                f"{said(node)}: {asked} of a gradient that is {gradient}: it becomes {said_so}. Leave it out.",
+            )
+        )  # fmt: skip
+        return gradient
+
+
+def sync_line(node: fx.Node, value: str, grad: str, one: Conversion) -> str:
+    """The line of a schedule that puts these collectives at a border."""
+    _, side, path, index = node.args
+    split = one.source if value == "all_gather" else one.target
+    more = [f'"{side}"', _quoted(value)]
+    if grad != "auto":
+        more.append(f"grad={_quoted(grad)}")
+    if value != "none" and isinstance(split, Shard):
+        more += [f"dim={split.dim}", *([f"parts={split.blocks}"] if split.blocks != 1 else [])]
+    more += [f"index={index}"] * bool(index)
+    place = f'sch["{path}"]' if path else "sch"
+    return f"{place}.sync({', '.join(more)})"
+
+
+def _quoted(name: str) -> str:
+    return "None" if name == "none" else f'"{name}"'

@@ -1,0 +1,349 @@
+"""Forward: each node takes the cheapest signature that its inputs can be converted to.
+
+A partial sum is settled early: at the highest module border that it has passed since it became one. To find that border
+the pass goes back there, converts, and goes on.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from slapo_py.layouts.cost import cost
+from slapo_py.layouts.nodes import (
+    bytes_of,
+    is_border,
+    is_record,
+    is_size,
+    is_tensor,
+    name_of,
+    numbers,
+    operation_of,
+    outputs_of,
+    picks_part,
+    readers,
+    shape_of,
+    slots_of,
+    tensors_of,
+)  # fmt: skip
+from slapo_py.layouts.placement import P, Placement, R, Shard, local_shape
+from slapo_py.layouts.record import Owned
+from slapo_py.layouts.shapes import carry, is_move
+from slapo_py.layouts.signatures import Signature, signatures
+from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Placements, Resize, Typing, said
+from slapo_py.layouts.syncs import Sync
+from slapo_py.layouts.table import IDENTITY, RESHAPE, canonical
+
+Syncs = Mapping[fx.Node, Placement | Sync]
+_SIZED = RESHAPE | {"expand", "expand_as", "broadcast_to"}
+
+
+class Forward:
+    """One pass over a graph. `syncs`: borders whose value is converted: to a placement, or by a sync of a schedule."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        ranks: int,
+        params: Mapping[fx.Node, Placement],
+        syncs: Syncs,
+        inputs: Mapping[str, Placement],
+        outputs: Placement,
+        lines: Mapping[str, str],
+    ) -> None:
+        self.typing = Typing(graph, ranks, params)
+        self.ranks, self.syncs, self.inputs, self.outputs = ranks, dict(syncs), inputs, outputs
+        self.lines = lines
+        self.nodes = list(graph.nodes)
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.needing = needing_gradient(self.nodes)
+        self._signatures: dict[Any, list[Signature]] = {}
+
+    def run(self) -> Typing:
+        index = 0
+        while index < len(self.nodes):
+            node = self.nodes[index]
+            index += 1
+            back = self._visit(node)
+            if back is not None:
+                index = self._rewind(back, node)
+        return self.typing
+
+    def _visit(self, node: fx.Node) -> fx.Node | None:
+        typing = self.typing
+        if node.op == "output":
+            self._finish()
+            return None
+        if is_record(node):
+            return None
+        if node.op == "placeholder":
+            typing.produced[node] = (self.inputs.get(node.name, R),)
+        elif node.op == "get_attr":
+            typing.produced[node] = (typing.params.get(node, R),)
+        elif is_size(node):
+            typing.local[node] = self._size(node)
+            return None
+        elif not tensors_of(node):
+            return None
+        elif picks_part(node):
+            base, at = node.args
+            typing.produced[node] = (typing.after[base][at],)  # type: ignore[index]
+        else:
+            back = self._operation(node)
+            if back is not None:
+                return back
+        self._sync(node)
+        return None
+
+    def _rewind(self, back: fx.Node, node: fx.Node) -> int:
+        """Forget what was found between two nodes."""
+        first = self.order[back]
+        typing = self.typing
+        for one in self.nodes[first : self.order[node] + 1]:
+            for table in (typing.produced, typing.after, typing.signature, typing.resized, typing.at_node):
+                table.pop(one, None)  # type: ignore[attr-defined]
+        late = set(self.nodes[first:])
+        typing.on_edge = {edge: one for edge, one in typing.on_edge.items() if edge[1] not in late}
+        typing.faults = [one for one in typing.faults if one.node not in late]
+        return first
+
+    def _sync(self, node: fx.Node) -> None:
+        typing = self.typing
+        typing.after[node] = typing.produced[node]
+        target = self.syncs.get(node)
+        if target is None or len(typing.produced[node]) != 1:
+            return
+        source = typing.produced[node][0]
+        if isinstance(target, Sync):
+            target, wrong = target.target(source)
+            if wrong:
+                self._wrong(node, source, wrong)
+        if source != target:
+            typing.at_node[node] = Conversion(node, source, target)
+        typing.after[node] = (target,)
+
+    def _wrong(self, node: fx.Node, source: Placement, wrong: str) -> None:
+        asked = self.syncs[node]
+        line = "Leave it out." if source == R else f"It is {source} here: give the collective that is for it."
+        value = asked.value if isinstance(asked, Sync) else ""
+        self.typing.faults.append(Fault("wrong in forward", node, f"{value} at {said(node)}: {wrong}. {line}"))
+
+    # ---- one operation
+
+    def placement(self, node: fx.Node, reader: "fx.Node | str") -> Placement:
+        """How a reader gets the value of a node."""
+        conversion = self.typing.on_edge.get((node, reader))
+        return conversion.target if conversion else self.typing.after[node][0]
+
+    def _legal(self, node: fx.Node, have: list[Placement]) -> list[Signature]:
+        blocks = {one.blocks for one in have if isinstance(one, Shard)}
+        if P in have:  # a partial sum may be scattered into any pattern that is in use
+            every = (one for placements in self.typing.after.values() for one in placements)
+            blocks |= {one.blocks for one in every if isinstance(one, Shard)}
+        key = (node, frozenset(blocks))
+        if key not in self._signatures:
+            line = self.lines.get(name_of(node))
+            self._signatures[key] = signatures(operation_of(node), self.ranks, sorted(blocks, key=str), line)
+        return self._signatures[key]
+
+    def _operation(self, node: fx.Node) -> fx.Node | None:
+        typing, slots = self.typing, slots_of(node)
+        have = [self.placement(slot, node) for slot in slots]
+        if node in typing.made_local:
+            best = Signature("made", (), (typing.made_local[node],), (), (None,))
+        else:
+            best = self._cheapest(node, slots, have)
+        for slot, source, target in zip(slots, have, best.inputs):
+            if source == target:
+                continue
+            if source == P:
+                top = highest_border(slot, target)
+                if top is not None and top not in self.syncs:
+                    self.syncs[top] = target
+                    return top
+            made = constant_of(slot, target, self.ranks) if source == R else None
+            if made is not None and made[0] not in typing.made_local:
+                typing.made_local[made[0]] = made[1]
+                return made[0]
+            typing.on_edge.setdefault((slot, node), Conversion(slot, source, target, readers=frozenset({node})))
+        typing.signature[node], typing.produced[node] = best, best.outputs
+        self._note_sizes(node, best)
+        return None
+
+    def _cheapest(self, node: fx.Node, slots: list[fx.Node], have: list[Placement]) -> Signature:
+        best, least = None, math.inf
+        for one in self._legal(node, have):
+            price = self._price(slots, have, one)
+            if 0 < price < math.inf:
+                price += self._ahead(node, one.outputs)
+            if any(size.kind == "computed" for size in self._sizes(node, one).values()):
+                price += 1e12
+            if price < least:
+                best, least = one, price
+        if best is None:
+            given = ", ".join(f"{said(slot)} {one}" for slot, one in zip(slots, have))
+            self.typing.faults.append(Fault("no signature", node, f"{said(node)} takes no such placements: {given}."))
+            best = self._legal(node, have)[-1]
+        return best
+
+    def _price(self, slots: list[fx.Node], have: list[Placement], one: Signature) -> float:
+        return sum(
+            cost(
+                source, target, bytes_of(slot), self.ranks,
+                parameter=slot.op == "get_attr", gradient=slot in self.needing, added=one.kind == "contracted",
+            )
+            for slot, source, target in zip(slots, have, one.inputs)
+        )  # fmt: skip
+
+    def _ahead(self, node: fx.Node, outputs: Placements, depth: int = 4) -> float:
+        """What the next operation with another operand would pay: it decides between P to R and P to S."""
+        users = readers(node)
+        if len(users) != 1 or depth == 0 or not is_tensor(node) or users[0].op == OUTPUT or is_record(users[0]):
+            return 0
+        user = users[0]
+        slots = slots_of(user)
+        known = [outputs if slot is node else self.typing.after.get(slot) for slot in slots]
+        if not slots or any(one is None for one in known):
+            return 0
+        have = [one[0] for one in known if one is not None]
+        best, least = None, math.inf
+        for one in self._legal(user, have):
+            price = self._price(slots, have, one)
+            if price < least:
+                best, least = one, price
+        if best is None:
+            return 0
+        return least if least else self._ahead(user, best.outputs, depth - 1)
+
+    # ---- sizes
+
+    def _size(self, node: fx.Node) -> Any:
+        """What a rank sees of a size."""
+        name = name_of(node)
+        if name in ("getattr", "size", "numel"):
+            base = node.args[0]
+            local = local_shape(shape_of(base), self.typing.after[base][0], self.ranks, 0)  # type: ignore[arg-type,index]
+            if name == "numel":
+                return math.prod(local)
+            return local if name == "getattr" or len(node.args) < 2 else local[node.args[1]]  # type: ignore[call-overload]
+        return node.target(*fx.map_arg(node.args, lambda one: self.typing.local[one]))  # type: ignore[operator]
+
+    def _sizes(self, node: fx.Node, one: Signature) -> dict[tuple[int, ...], Resize]:
+        """The sizes in a node's arguments that would be wrong on a rank."""
+        name, found = canonical(name_of(node)), {}
+        given = list(numbers(node.args))
+        if not given:
+            return {}
+
+        def passes(value: Any) -> int:
+            return int(self.typing.local[value] if isinstance(value, fx.Node) else value)
+
+        def note(place: tuple[int, ...], value: Any, needs: int) -> None:
+            if passes(value) not in (-1, needs):
+                kind = "computed" if isinstance(value, fx.Node) else "literal"
+                found[place] = Resize(passes(value), needs, kind, getattr(value, "owner", None))
+
+        if name in _SIZED or one.kind == "made":
+            wanted = local_shape(shape_of(node), one.outputs[0], self.ranks, 0)
+            sizes = given[-len(wanted) :] if len(given) >= len(wanted) else []
+            for (place, value), needs in zip(sizes, wanted):
+                note(place, value, needs)
+        elif name == "split" and isinstance(one.outputs[0], Shard):
+            dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
+            if dim % len(shape_of(node.args[0])) == one.outputs[0].dim:  # type: ignore[arg-type,operator]
+                sections = [(place, value) for place, value in given if place[0] == 1]
+                for (place, value), part in zip(sections, tensors_of(node)):
+                    note(place, value, local_shape(part.shape, one.outputs[0], self.ranks, 0)[one.outputs[0].dim])
+        elif not is_move(operation_of(node)):
+            for place, value in given:
+                if isinstance(value, fx.Node) and passes(value) != value.meta["int"]:
+                    found[place] = Resize(passes(value), value.meta["int"], "built")
+        return found
+
+    def _note_sizes(self, node: fx.Node, one: Signature) -> None:
+        for place, size in self._sizes(node, one).items():
+            if size.kind == "literal":
+                self.typing.resized.setdefault(node, {})[place] = size
+            else:
+                self.typing.faults.append(
+                    Fault(
+                        "size", node,
+                        f"{said(node)} is given the size {size.passes}, read of a split value, and needs {size.needs}.",
+                    )
+                )  # fmt: skip
+
+    def _finish(self) -> None:
+        for node in outputs_of(self.typing.graph):
+            source = self.typing.after[node][0]
+            if source != self.outputs:
+                self.typing.on_edge.setdefault(
+                    (node, OUTPUT), Conversion(node, source, self.outputs, readers=frozenset({OUTPUT}))
+                )
+
+
+def needing_gradient(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes through which a gradient flows, if any of their results has one."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        tensors = tensors_of(node)
+        if node.op == "get_attr":
+            if tensors and isinstance(tensors[0], nn.Parameter) and tensors[0].requires_grad:
+                found.add(node)
+            elif tensors and tensors[0].requires_grad:
+                found.add(node)
+        elif node.op == "placeholder":
+            if tensors and tensors[0].is_floating_point():
+                found.add(node)
+        elif any(one in found for one in node.all_input_nodes) and not is_size(node):
+            if any(one.is_floating_point() for one in tensors):
+                found.add(node)
+    return found
+
+
+def carries(node: fx.Node) -> bool:
+    """Whether a node's one result is its first input, moved."""
+    return (
+        node.op in ("call_function", "call_method")
+        and is_tensor(node)
+        and is_tensor(node.args[0] if node.args else None)
+        and not picks_part(node)
+        and is_move(operation_of(node))
+        and canonical(name_of(node)) not in ("cat", "stack")
+    )
+
+
+def highest_border(node: fx.Node, target: Placement) -> fx.Node | None:
+    """The earliest border that a value has passed since it became partial."""
+    best = None
+    while True:
+        if is_border(node):
+            best = node
+        if not carries(node) or (target != R and shape_of(node) != shape_of(node.args[0])):  # type: ignore[arg-type]
+            return best
+        node = node.args[0]  # type: ignore[assignment]
+
+
+def constant_of(node: fx.Node, target: Placement, ranks: int) -> tuple[fx.Node, Placement] | None:
+    """The constant fill that a value comes from, and how it must be placed for the value to be placed so."""
+    chain = []
+    while carries(node):
+        chain.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    if name_of(node) not in ("zeros", "ones") or not is_tensor(node) or len(readers(node)) > 1:
+        return None
+    for dim, size in enumerate(shape_of(node)):
+        placed: Placement | None = Shard(dim) if size >= ranks else None
+        first = placed
+        for one in reversed(chain):
+            if isinstance(placed, Shard):
+                moved = (placed,) if canonical(name_of(one)) in IDENTITY else carry(operation_of(one), placed, ranks)
+                placed = moved[0] if moved else None
+        if placed == target and first is not None:
+            return node, first
+    return None
+
+
+def literal_owner(value: Any) -> tuple[str, str] | None:
+    """The module and attribute that a whole number was read from."""
+    return value.owner if isinstance(value, Owned) else None

@@ -1,0 +1,111 @@
+"""From the placements of parameters to all conversions: what `auto_sync` inserts."""
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from slapo_py.layouts.backward import Backward
+from slapo_py.layouts.forward import Forward, carries
+from slapo_py.layouts.nodes import is_border, is_record, name_of, readers
+from slapo_py.layouts.placement import Placement, R, Shard
+from slapo_py.layouts.state import OUTPUT, Conversion, Typing
+from slapo_py.layouts.syncs import AUTO, Sync
+from slapo_py.layouts.table import canonical
+
+_ROUNDS = 8
+
+
+def infer(
+    graph: fx.Graph,
+    ranks: int,
+    params: Mapping[fx.Node, Placement],
+    syncs: "Mapping[fx.Node, Placement | Sync] | None" = None,
+    inputs: Mapping[str, Placement] | None = None,
+    outputs: Placement = R,
+    lines: Mapping[str, str] | None = None,
+) -> Typing:
+    """The placements of all values and gradients, with every conversion that they need, at module borders if possible.
+
+    params: of the `get_attr` nodes that are split. syncs: what is wanted at borders, a placement of the value or a sync
+    of the schedule. inputs, outputs: of what comes and goes. lines: label lines of operations that the table does not
+    know. What a schedule's syncs do wrong is among the faults.
+    """
+    wanted: dict[fx.Node, Placement | Sync] = dict(syncs or {})
+    for _ in range(_ROUNDS):
+        forward = Forward(graph, ranks, params, wanted, inputs or {}, outputs, lines or {})
+        forward.run()
+        more = {node: one for node, one in _lifted(forward).items() if node not in wanted}
+        if not more:
+            break
+        gathers = {node: one for node, one in more.items() if one == R}
+        wanted.update(gathers or more)  # what is gathered has other sizes below, so that the rest may fall away
+    share(forward.typing)
+    given = {node: one.grad or "none" for node, one in (syncs or {}).items() if isinstance(one, Sync)}
+    return Backward(forward, {node: grad for node, grad in given.items() if grad != AUTO}).run()
+
+
+def share(typing: Typing) -> None:
+    """Readers that want one conversion of a value share it."""
+    together: dict[tuple[fx.Node, Placement], Conversion] = {}
+    for (node, user), one in list(typing.on_edge.items()):
+        if one.source == one.target:
+            del typing.on_edge[node, user]
+            continue
+        shared = together.setdefault((node, one.target), Conversion(node, one.source, one.target, readers=frozenset()))
+        shared.readers = (shared.readers or frozenset()) | {user}
+        typing.on_edge[node, user] = shared
+
+
+def _lifted(forward: Forward) -> dict[fx.Node, Placement]:
+    """Conversions of split values that stand on edges: the borders at which they can stand, as late as serves all."""
+    typing = forward.typing
+    want: dict[fx.Node, Placement] = {}
+    for node in reversed(forward.nodes):
+        if node not in typing.after or node.op in ("get_attr", "placeholder", "output") or len(typing.after[node]) != 1:
+            continue
+        users = readers(node)
+        wants = [_wanted(typing, node, one, want) for one in users]
+        if not users or None in wants or len(set(wants)) != 1 or typing.after[node][0] == wants[0]:
+            continue
+        target = wants[0]
+        near = all((node, one) in typing.on_edge or _stands_aside(one) for one in users)
+        if target is not None and (target == R or near or is_border(node)):
+            want[node] = target
+    found: dict[fx.Node, Placement] = {}
+    for node in forward.nodes:
+        if node in want and is_border(node) and isinstance(typing.after[node][0], Shard):
+            if not _has_lower(node, want) and not _has_above(node, found):
+                found[node] = want[node]
+    return found
+
+
+def _wanted(typing: Typing, node: fx.Node, user: fx.Node, want: dict[fx.Node, Placement]) -> Placement | None:
+    end: fx.Node | str = OUTPUT if user.op == OUTPUT or is_record(user) else user
+    conversion = typing.on_edge.get((node, end))
+    if conversion is not None:
+        return conversion.target
+    return want.get(user) if carries(user) and user not in typing.at_node else None
+
+
+def _stands_aside(user: fx.Node) -> bool:
+    return is_border(user) or user.op == OUTPUT or canonical(name_of(user)) in ("to", "contiguous", "dropout")
+
+
+def _has_lower(node: fx.Node, want: dict[fx.Node, Placement]) -> bool:
+    """Whether a border further down serves the same readers; not below a place where the size is read."""
+    while True:
+        users = readers(node)
+        if len(users) != 1 or len(node.users) != 1 or not carries(users[0]) or users[0] not in want:
+            return False
+        node = users[0]
+        if is_border(node):
+            return True
+
+
+def _has_above(node: fx.Node, found: dict[fx.Node, Placement]) -> bool:
+    above = node.args[0]
+    while isinstance(above, fx.Node) and carries(above):
+        if above in found:
+            return True
+        above = above.args[0]
+    return False
