@@ -256,7 +256,8 @@ def _backward(
     if reduction == "mean":
         grad = grad / (labels != ignore_index).sum()
     classes = x.shape[-1]
-    dx = _run_backward(grad, x, labels, *outputs[1], 0, ignore_index, label_smoothing, z_loss, classes)
+    top, total = outputs[1]
+    dx = _run_backward(grad, x, labels, top, total, 0, ignore_index, label_smoothing, z_loss, classes)
     return dx.movedim(-1, 1) if logits.dim() > 2 else dx, None, None, None, None, None
 
 

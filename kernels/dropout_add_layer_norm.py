@@ -61,7 +61,7 @@ def _run(
     if noise is None:
         normed, total = _add_layer_norm(*flat, eps, widens(x), alone)
     else:
-        noise = noise if noise.dtype == torch.int64 else noise.reshape(flat[0].shape)
+        noise = noise if noise.dtype == torch.int64 else merged(dims, noise.reshape(x.shape))[0]
         normed, total = _dropout_add_layer_norm(*flat, p, eps, widens(x), alone, noise)
     return normed.reshape(x.shape), total if alone else total.reshape(x.shape)
 

@@ -8,8 +8,7 @@ from torch import fx, nn
 
 from slapo_py.errors import ArgumentError, NoMatchError, TraceError
 from slapo_py.kernels import Kernel, find_kernel, list_kernels
-from slapo_py.matches import occurrences
-from slapo_py.patterns import Occurrence, is_known, pattern
+from slapo_py.patterns import Occurrence, find, is_known, pattern, why_none
 from slapo_py.places import hooks_of
 from slapo_py.primitive import Primitive
 from slapo_py.primitives.compile import Compiled, check_choice
@@ -103,18 +102,16 @@ def _fuse(place: Schedule, kernel: Kernel) -> None:
 
 def _put_in(place: Schedule, kernel: Kernel) -> list[Occurrence]:
     """One form of the kernel after the other; a later one finds what the earlier ones have left."""
-    everything, reasons = [], []
+    everything: list[Occurrence] = []
     for form in kernel.forms:
-        try:
-            found = occurrences(place, pattern(form.pattern), f"fuse({kernel.name!r})")
-        except NoMatchError as error:
-            reasons.append(str(error) if not reasons else str(error).partition(": ")[2])
-            continue
-        puts: list[Put] = [(form.op or kernel.op, form.keywords)] * len(found)
-        dress(place.module, with_functions(place, found, puts, "fuse", kernel.name))
-        everything += found
+        found = find(place.module, place.graph, pattern(form.pattern))
+        if found:
+            puts: list[Put] = [(form.op or kernel.op, form.keywords)] * len(found)
+            dress(place.module, with_functions(place, found, puts, "fuse", kernel.name))
+            everything += found
     if not everything:
-        raise NoMatchError(" ".join(reasons))
+        why = why_none(place.module, place.graph, [form.pattern for form in kernel.forms])
+        raise NoMatchError(f'fuse({kernel.name!r}) at "{place.path}": {why}')
     return everything
 
 

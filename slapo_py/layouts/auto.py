@@ -52,7 +52,7 @@ def _insert(place: "Schedule", typing: Typing, one: Conversion, axis: str) -> No
         return
     if one.at_border:
         _, side, path, index = one.node.args
-        _sync(place, str(path), str(side), int(index), one, axis)  # type: ignore[call-overload]
+        _sync(place, str(path), str(side), int(index), one, axis)  # type: ignore[arg-type]
     else:
         readers = ", ".join(sorted(said(reader) for reader in one.readers or ()))
         raise PlacementError(

@@ -36,7 +36,8 @@ class Backward:
         if len(typing.after[node]) != 1:
             self._several(node)
             return
-        users: list[fx.Node | str] = [one for one in (*readers(node), OUTPUT) if (node, one) in self.edge]
+        ends: list[fx.Node | str] = [*readers(node), OUTPUT]
+        users = [one for one in ends if (node, one) in self.edge]
         if not users:
             return
         for user in users:

@@ -226,7 +226,7 @@ class Forward:
             local = local_shape(shape_of(base), self.typing.after[base][0], self.ranks, 0)  # type: ignore[arg-type,index]
             if name == "numel":
                 return math.prod(local)
-            return local if name == "getattr" or len(node.args) < 2 else local[node.args[1]]  # type: ignore[call-overload]
+            return local if name == "getattr" or len(node.args) < 2 else local[node.args[1]]  # type: ignore[index]
         return node.target(*fx.map_arg(node.args, lambda one: self.typing.local[one]))  # type: ignore[operator]
 
     def _sizes(self, node: fx.Node, one: Signature) -> dict[tuple[int, ...], Resize]:

@@ -42,7 +42,7 @@ class _Loss(torch.autograd.Function):
         classes = sum(one.shape[-1] for one in logits)
         top = torch.stack([one.amax(-1) for one in logits]).amax(0)
         terms = [(one - top[:, None]).exp() for one in logits]
-        total = sum(one.sum(-1) for one in terms)
+        total = torch.stack([one.sum(-1) for one in terms]).sum(0)
         kept = labels != ignore
         picked = torch.zeros_like(top)
         for start, one in zip(starts, logits):

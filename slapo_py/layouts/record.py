@@ -84,7 +84,8 @@ class Recording(Capture):
 def record(place: Any, training: bool = True) -> Recording:
     """The flat recording of a place of a schedule, on its example inputs. Raises `TraceError`, `NoExampleInputs`."""
     recording = place.root.tracer.recording
-    made = Recording(place.module).run(recording.calls[place.path], recording.fakes, training)
+    made = Recording(place.module)
+    made.run(recording.calls[place.path], recording.fakes, training)
     _complete(made.graph)
     made.graph.eliminate_dead_code(lambda node: _has_effect(node))
     return made

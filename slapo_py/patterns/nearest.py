@@ -1,5 +1,6 @@
 """Why a pattern does not match: how far the nearest miss came, and what stopped it."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import fx, nn
@@ -31,6 +32,20 @@ def why_not(module: nn.Module, graph: fx.Graph, pattern: Any) -> str:
     return " ".join(one[0].upper() + one[1:] for one in sentences)
 
 
+def why_none(module: nn.Module, graph: fx.Graph, patterns: Sequence[Any]) -> str:
+    """The same of the one that came nearest of several patterns, none of which matches."""
+    nearest, best = "", -1
+    for one in patterns:
+        search = Search(module, graph, as_pattern(one))
+        for matcher in search.matchers:
+            miss = _Nearest(matcher)
+            reason = miss.reason()
+            if miss.score > best:
+                nearest, best = f"{matcher.body.said} does not match: {reason}.", miss.score
+    others = f" The other {len(patterns) - 1} forms are no nearer." if len(patterns) > 1 else ""
+    return nearest[0].upper() + nearest[1:] + others
+
+
 class _Miss(NamedTuple):
     """The operations of the pattern that are there, and what stopped the others; "" if all are."""
 
@@ -41,6 +56,8 @@ class _Miss(NamedTuple):
 class _Nearest:
     def __init__(self, matcher: Matcher) -> None:
         self.matcher, self.terms, self.body = matcher, matcher.terms, matcher.body
+        self.score = 0
+        """How many of its operations are there."""
         self._known: dict[tuple[fx.Node, fx.Node], _Miss] = {}
 
     def reason(self) -> str:
@@ -50,9 +67,11 @@ class _Nearest:
         anchors = self.matcher.anchors()
         for anchor in anchors:
             if self.matcher.fits(self.body.outputs[0], anchor):
+                self.score = len(self.body.nodes)
                 return self._all_there(anchor)
         best = max((self._compare(self.body.outputs[0], one) for one in anchors), key=lambda one: len(one.matched))
         matched, total = len(best.matched), len(self.body.nodes)
+        self.score = matched
         if matched == 0:
             return best.reason
         return f"{'all' if matched == total else f'{matched} of'} {total} operations are there, but {best.reason}"

@@ -70,7 +70,8 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
 
 def _with_sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:
     """The nodes, and a copy of each size that they read of each other; what reads it outside keeps the one there is."""
-    inside, twins = set(nodes), {}
+    inside = set(nodes)
+    twins: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for one in node.all_input_nodes:
             if one not in inside and _is_size(one) and _reads(one, inside):
