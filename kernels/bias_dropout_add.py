@@ -117,7 +117,7 @@ def _backward(
     return dx, None if sums is None else sums.sum(0).to(bias.dtype), dr, None, None
 
 
-_bias_dropout_add = fused_op("bias_dropout_add", reference, _forward, _backward)
+_bias_dropout_add = fused_op("bias_dropout_add", reference, _forward, _backward, unread="x, bias, residual")
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

@@ -259,6 +259,12 @@ def _flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return _loss(F.linear(hidden, weight).view(-1, wild("classes")), labels)
 
 
+def _sized(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """T5: the number of classes is read of the logits."""
+    logits = F.linear(hidden, weight)
+    return _loss(logits.view(-1, logits.size(-1)), labels)
+
+
 def _flat_bias(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor) -> Tensor:
     return _loss(F.linear(hidden, weight, bias).view(-1, wild("classes")), labels)
 
@@ -306,7 +312,7 @@ register_kernel(
         op=linear_cross_entropy,
         reference=reference,
         patterns=(
-            *(Form(one, op=_narrow) for one in (_plain, _plain_bias, _flat, _flat_bias)),
+            *(Form(one, op=_narrow) for one in (_plain, _plain_bias, _sized, _flat, _flat_bias)),
             *(Form(one, op=_wide) for one in (_float, _float_flat, _float_flat_bias)),
             *(Form(one, op=_wide) for one in (_contiguous_float_flat, _capped_float_flat)),
         ),

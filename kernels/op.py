@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ def fused_op(
     everywhere: bool = False,
     widest: int = WIDEST,
     twin: str = "",
+    unread: str = "",
 ) -> Function:
     """The operation `torch.ops.slapo.<name>`; it is called with all its arguments by position.
 
@@ -39,6 +40,9 @@ def fused_op(
     twin: "a, b" if the arguments a and b always have the same gradient: where shape and dtype agree, it is computed
         for a and used for both.
 
+    unread: "a, b" if backward reads no values of the arguments a and b (what is linear in them): only their shapes are
+        kept for it, and it is given zeros.
+
     Results are contiguous and never share storage with an argument. Inside, autocast is off: the public function casts
     as autocast would. The second derivative is the reference's.
     """
@@ -46,6 +50,8 @@ def fused_op(
     taken = schema.rpartition(" -> ")[0].strip()[1:-1]
     names = [one.split("=")[0].split()[-1] for one in taken.split(", ")]
     pair = tuple(names.index(one) for one in twin.split(", ")) if twin else ()
+
+    left = {names.index(one) for one in unread.split(", ")} if unread else set()
 
     def by_triton(args: Sequence[Any]) -> bool:
         if everywhere:
@@ -79,22 +85,23 @@ def fused_op(
     backward_op.register_fake(fake_backward)
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.plain = [None if isinstance(one, Tensor) else one for one in inputs]
-        ctx.is_tensor = [isinstance(one, Tensor) for one in inputs]
+        ctx.saved = [isinstance(one, Tensor) and place not in left for place, one in enumerate(inputs)]
+        ctx.plain = [
+            _facts(one) if isinstance(one, Tensor) and place in left else None if saved else one
+            for place, (one, saved) in enumerate(zip(inputs, ctx.saved))
+        ]
         outputs = (output if isinstance(output, tuple) else (output,)) if keep else ()
-        ctx.save_for_backward(*outputs, *(one for one in inputs if isinstance(one, Tensor)))
+        ctx.save_for_backward(*outputs, *(one for one, saved in zip(inputs, ctx.saved) if saved))
         ctx.kept = len(outputs)
         ctx.set_materialize_grads(False)  # of a statistic that nobody used: no zeros of its size
-        ctx.facts = [(one.shape, one.dtype, one.device) for one in (output if isinstance(output, tuple) else (output,))]
+        ctx.facts = [_facts(one) for one in (output if isinstance(output, tuple) else (output,))]
 
     def differentiate(ctx: Any, *found: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = [
-            torch.zeros((), dtype=dtype, device=device).expand(shape) if one is None else one
-            for one, (shape, dtype, device) in zip(found, ctx.facts)
-        ]
+        grads = [facts.zeros() if one is None else one for one, facts in zip(found, ctx.facts)]
         saved = ctx.saved_tensors  # read once: a checkpoint makes them anew for one reading
         outputs, tensors = saved[: ctx.kept], iter(saved[ctx.kept :])
-        args = [next(tensors) if is_tensor else one for is_tensor, one in zip(ctx.is_tensor, ctx.plain)]
+        args = [next(tensors) if one else plain for one, plain in zip(ctx.saved, ctx.plain)]
+        args = [one.zeros() if isinstance(one, _Facts) else one for one in args]
         needs = [bool(one) for one in ctx.needs_input_grad[: len(args)]]
         if torch.is_grad_enabled() or not by_triton(args):
             return _gradients(reference, grads, needs, args)
@@ -108,6 +115,22 @@ def fused_op(
 
     op.register_autograd(differentiate, setup_context=setup)
     return op
+
+
+class _Facts(NamedTuple):
+    """What is left of a tensor whose values are not needed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """Zeros of its shape that take no memory."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+def _facts(tensor: Tensor) -> _Facts:
+    return _Facts(tensor.shape, tensor.dtype, tensor.device)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -152,7 +175,7 @@ def _gradients(
     keep = torch.is_grad_enabled()  # under create_graph=True
     with torch.enable_grad(), _no_autocast(args):
         given = [
-            one.detach().requires_grad_(need) if isinstance(one, Tensor) and not keep else one
+            one.detach().requires_grad_(need) if isinstance(one, Tensor) and not (keep and one.requires_grad) else one
             for one, need in zip(args, needs)
         ]
         results = reference(*given)

@@ -21,6 +21,8 @@ from slapo_py.kernels.spec import Form, Kernel, register_kernel
 from slapo_py.patterns import wild
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PROGRAMS = 256
+"""At most so many take part in the sum over rows that is the gradient of the weight."""
 
 
 def reference(x: Tensor, weight: Tensor, eps: float, offset: float, casting: str, dtype: torch.dtype | None) -> Tensor:
@@ -39,14 +41,10 @@ def _load(ptr, rows, columns, inside, inner, outer_stride, inner_stride, column_
 
 
 @jit
-def _normed(x, width, eps, CAST: tl.constexpr):
-    """(n, n as it meets the weight, r) of a tile of rows."""
+def _normed(x, width, eps):
+    """(n, r) of a tile of rows."""
     r = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
-    n = x * r
-    if CAST is None:
-        return n, n, r
-    else:  # noqa: RET505  (Triton compiles one of the two)
-        return n, n.to(CAST).to(tl.float32), r
+    return x * r, r
 
 
 @jit
@@ -75,7 +73,9 @@ def _forward_kernel(
     place = tl.cast(rows, tl.int64)[:, None] * width + columns[None, :]
     if s_ptr is not None:
         tl.store(s_ptr + place, x.to(ROUND), mask=inside)
-    _, n, _ = _normed(x, width, eps, CAST)
+    n, _ = _normed(x, width, eps)
+    if CAST is not None:
+        n = n.to(CAST).to(tl.float32)
     y = n * _weight(w_ptr, columns, width, w_column, offset, OFFSET)
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -85,8 +85,7 @@ def _backward_kernel(
     g_ptr, h_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, dw_ptr, count, each, width, inner, eps, offset, w_column,
     g_outer, g_inner, g_column, h_outer, h_inner, h_column,
     x_outer, x_inner, x_column, a_outer, a_inner, a_column,
-    ROUND: tl.constexpr, CAST: tl.constexpr, OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROUND: tl.constexpr, OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program takes `each` tiles of rows and leaves their part of dweight, so that it is summed in a fixed order.
 
@@ -103,8 +102,8 @@ def _backward_kernel(
             x += _load(a_ptr, rows, columns, inside, inner, a_outer, a_inner, a_column)
             x = x.to(ROUND).to(tl.float32)
         g = _load(g_ptr, rows, columns, inside, inner, g_outer, g_inner, g_column)
-        n, cast, r = _normed(x, width, eps, CAST)
-        total += g * cast
+        n, r = _normed(x, width, eps)
+        total += g * n
         if dx_ptr is not None or da_ptr is not None:
             dn = g * w
             c = (tl.sum(dn * n, axis=1) / width)[:, None]
@@ -130,21 +129,21 @@ def _tile(width: int) -> tuple[int, int, int]:
     return max(2048 // block, 1), block, max(warps, 4)
 
 
-def _constants(
-    x: Tensor, added: Tensor | None, weight: Tensor, offset: float, casting: str, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """ROUND: the dtype of the sum x + added. CAST: the one in which the values meet the weight."""
-    total = _sum_dtype(x, added)
-    cast = torch.float32 if casting == "late" else dtype or total
+def _constants(x: Tensor, added: Tensor | None, offset: float, casting: str) -> dict[str, Any]:
+    """ROUND is the dtype of the sum x + added."""
     rows, block, warps = _tile(x.shape[-1])
     return {
-        "ROUND": getattr(tl, str(total).removeprefix("torch.")),
-        "CAST": None if cast == torch.float32 else getattr(tl, str(cast).removeprefix("torch.")),
+        "ROUND": _named(_sum_dtype(x, added)),
         "OFFSET": "" if not offset else "float32" if casting == "late" else "rounded",
         "ROWS": rows,
         "BLOCK": block,
         "num_warps": warps,
     }
+
+
+def _named(dtype: torch.dtype) -> Any:
+    """Triton's dtype of the same name."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def _sum_dtype(x: Tensor, added: Tensor | None) -> torch.dtype:
@@ -168,7 +167,8 @@ def forward_rows(
     launch(
         _forward_kernel, (ceil_div(count, _tile(width)[0]),),
         xs, a, weight, y, total, count, width, xs.shape[1], float(eps), float(offset), weight.stride(0),
-        *_strides(xs), *_strides(a), **_constants(x, added, weight, offset, casting, dtype),
+        *_strides(xs), *_strides(a), CAST=_named(cast) if casting == "early" else None,
+        **_constants(x, added, offset, casting),
     )  # fmt: skip
     return y, total
 
@@ -181,7 +181,7 @@ def backward_rows(
     """The gradients of x, added and weight, as needed."""
     count, width = x.numel() // x.shape[-1], x.shape[-1]
     tiles = ceil_div(count, _tile(width)[0])
-    each = ceil_div(tiles, 256)
+    each = ceil_div(tiles, PROGRAMS)
     programs = ceil_div(tiles, each)
     dx = x.new_empty(x.shape) if needs[0] else None
     da = x.new_empty(x.shape, dtype=added.dtype) if needs[1] and added is not None else None
@@ -191,7 +191,7 @@ def backward_rows(
         _backward_kernel, (programs,),
         g, h, xs, a, weight, dx, da, sums, count, each, width, xs.shape[1], float(eps), float(offset), weight.stride(0),
         *_strides(g), *_strides(h), *_strides(xs), *_strides(a),
-        **_constants(x, added, weight, offset, casting, dtype),
+        **_constants(x, added, offset, casting),
     )  # fmt: skip
     return dx, da, None if sums is None else sums.sum(0).to(weight.dtype)
 

@@ -148,7 +148,9 @@ def _open(place: Schedule, kernels: list[Kernel]) -> None:
 def _attempt(place: Schedule, kernels: list[Kernel], closed: list[str]) -> list[Occurrence] | NoMatchError:
     """Trace anew and put the kernels in, one after the other: where they were found, or why one was not."""
     undress(place.module, Trace)
-    place.trace(flatten=True, leaves=closed)
+    # a forward may call what is below one of them without calling the one itself
+    below = [f"{path}.*" for path in closed if any(True for _ in place[path].module.children())]
+    place.trace(flatten=True, leaves=[*closed, *below])
     try:
         return [one for kernel in kernels for one in _put_in(place, kernel)]
     except NoMatchError as error:

@@ -314,7 +314,7 @@ class Matcher:
         for node in covered:
             if node not in outputs:
                 for user in node.users:
-                    if user not in covered:
+                    if user not in covered and not reads_device(user):
                         return ("used outside", node, user)
         for value in self._given():
             for one in parts(value):
@@ -339,6 +339,11 @@ class Matcher:
                 elif node not in own:
                     return ("a cycle", node, user)
         return None
+
+
+def reads_device(node: fx.Node) -> bool:
+    """Whether a node reads the device of a value: that of an inner value is that of the inputs as well."""
+    return node.op == "call_function" and node.target is getattr and node.args[1] == "device"
 
 
 def is_mode(value: Any) -> bool:

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from slapo_py.errors import StepError
 from slapo_py.patterns.effects import draws, is_barrier
+from slapo_py.patterns.matcher import reads_device
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
     new, table = copied(graph)
     calls = []
     for index, group in enumerate(groups):
+        _move_device_reads(sorted(table[node] for node in group.nodes))
         nodes = _with_sizes(new, sorted(table[node] for node in group.nodes))
         after = _movable(module, nodes)
         with new.inserting_before(nodes[-1].next):
@@ -66,6 +68,16 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
             new.erase_node(node)
         calls.append(call)
     return new, calls
+
+
+def _move_device_reads(nodes: list[fx.Node]) -> None:
+    """What reads the device of an inner value reads that of an input instead: the inner value will be gone."""
+    inside = set(nodes)
+    given = [one for node in nodes for one in node.all_input_nodes if one not in inside and not _is_size(one)]
+    for node in nodes:
+        for user in list(node.users):
+            if user not in inside and reads_device(user) and given:
+                user.replace_input_with(node, given[0])
 
 
 def _with_sizes(graph: fx.Graph, nodes: list[fx.Node]) -> list[fx.Node]:

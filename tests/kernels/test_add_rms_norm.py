@@ -53,6 +53,24 @@ def test_each_gradient_alone() -> None:
             assert torch.equal(_grads(others, [one])[0], expected[place])
 
 
+@pytest.mark.triton
+def test_one_gradient_serves_both() -> None:
+    args = [torch.randn(3, 8, device=DEVICE, requires_grad=True) for _ in range(2)]
+    weight = torch.ones(8, device=DEVICE)
+    grads = _grads([*args, weight], args)
+    assert grads[0].data_ptr() == grads[1].data_ptr()
+
+
+@pytest.mark.triton
+def test_the_sum_is_rounded_before_it_is_normalised() -> None:
+    torch.manual_seed(0)
+    x, residual = (torch.randn(4, 500, device=DEVICE).bfloat16() for _ in range(2))
+    weight = torch.ones(500, device=DEVICE).bfloat16()
+    normed, total = add_rms_norm(x, residual, weight, 1e-5, 0.0, "early", torch.float32)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, LlamaNorm.compute(total.float(), weight.float(), 1e-5))
+
+
 def _grads(args: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor, ...]:
     normed, total = add_rms_norm(*args)
     return torch.autograd.grad(normed.float().sin().sum() + total.float().cos().sum(), wanted)

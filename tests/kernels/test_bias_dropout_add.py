@@ -155,3 +155,11 @@ def test_the_sum_with_the_bias_is_rounded_before_the_residual_is_added() -> None
     x.requires_grad_()
     found = bias_dropout_add(x, bias, torch.zeros(2, 8), 0.7)  # with a residual in float32
     assert torch.equal(found, found.bfloat16().float())
+
+
+def test_nothing_but_the_mask_is_kept_for_backward() -> None:
+    x, bias, residual = (torch.randn(*shape, requires_grad=True) for shape in ((6, 16), (16,), (6, 16)))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        bias_dropout_add(x, bias, residual, 0.5)
+    assert sum(one.untyped_storage().nbytes() for one in kept) == 6 * 16 * 4

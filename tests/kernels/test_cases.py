@@ -143,6 +143,10 @@ def test_g23_no_rows(by: str, name: str) -> None:
     if kernel.example is None:  # one that another test has registered
         return
     args = kernel.example(0, 8, torch.float32, DEVICE)
+    if name in ("masked_softmax", "rope"):  # rows are dims of their own there
+        args = tuple(
+            one[:0].detach().requires_grad_(one.requires_grad) if isinstance(one, Tensor) else one for one in args
+        )
     made = kernel.op(*args)
     outputs = made if isinstance(made, tuple) else (made,)
     assert all(one.dtype == torch.float32 for one in outputs if one.is_floating_point())
@@ -188,7 +192,7 @@ def test_g28_train_eval_train(by: str) -> None:
     first, calm, again = run(True), run(False), run(True)
     torch.testing.assert_close(calm, norm(residual + x), rtol=1e-5, atol=1e-5)
     assert torch.equal(first, again) and not torch.equal(first, calm)
-    (grad,) = torch.autograd.grad(first.square().sum(), x)
+    (grad,) = torch.autograd.grad((first * randn(8, 64)).sum(), x)
     torch.manual_seed(5)
     _, summed = kernels.dropout_add_layer_norm(x, torch.zeros_like(x), norm.weight, norm.bias, p=0.4, training=True)
     assert torch.equal(grad != 0, summed != 0)

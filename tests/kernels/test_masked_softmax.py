@@ -92,6 +92,31 @@ def test_rows_longer_than_a_block(causal: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.triton
+def test_it_rounds_where_the_model_does() -> None:
+    """The product is bfloat16, the sum with the bias, and the one with the mask."""
+    torch.manual_seed(0)
+    scores, bias, mask = (3 * torch.randn(4, 500, device=DEVICE).bfloat16() for _ in range(3))
+    for args in ((None, None), (None, bias), (mask, None), (mask, bias)):
+        made = [one(scores, *args, 0.3, False, torch.float32) for one in (masked_softmax, plain)]
+        torch.testing.assert_close(*made)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("longest", [2**13, 64])
+def test_a_large_mean_costs_the_gradient_no_digits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sum p is not quite 1: torch's gradient shows how much a mean of 30 makes of it."""
+    monkeypatch.setattr(module, "LONGEST", longest)
+    torch.manual_seed(0)
+    scores, grad = 3 * torch.randn(16, 257, device=DEVICE), 30 + torch.randn(16, 257, device=DEVICE)
+    found = []
+    for function, dtype in ((masked_softmax, torch.float32), (plain, torch.float32), (plain, torch.float64)):
+        given = scores.to(dtype).requires_grad_()
+        found.append(torch.autograd.grad(function(given), given, grad.to(dtype))[0])
+    errors = [(one - found[2]).square().mean().sqrt() for one in found[:2]]
+    assert errors[0] < 0.2 * errors[1]
+
+
+@pytest.mark.triton
 def test_a_mask_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broadcast over batch, heads and queries, it is never laid out anew."""
     given = []

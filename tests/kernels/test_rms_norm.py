@@ -1,5 +1,6 @@
 """rms_norm: values, gradients, and where fuse finds it."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import slapo_py as slapo
 from slapo_py.errors import NoMatchError
 from slapo_py.kernels.rms_norm import functional_rms_norm, rms_norm
 from tests.kernels.lab import DEVICE, Args, Draw, KernelTests, same
+
+module = sys.modules[rms_norm.__module__]
 
 
 class Norm(nn.Module):
@@ -96,6 +99,44 @@ class TestRmsNorm(KernelTests):
         if casting == "late":
             return (normed * (offset + weight.float())).to(dtype or x.dtype)
         return (offset + weight if offset else weight) * normed.to(dtype or x.dtype)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("casting", ["early", "late"])
+def test_it_rounds_where_the_model_does(casting: str, offset: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 500, device=DEVICE).bfloat16(), torch.randn(500, device=DEVICE).bfloat16()
+    made = [function(x, weight, 1e-5, offset, casting, None) for function in (rms_norm, module.reference)]
+    assert (made[0] == made[1]).float().mean() > 0.99
+
+
+@pytest.mark.triton
+def test_a_large_mean_costs_the_gradient_no_digits() -> None:
+    """What the gradient is then is the small rest of a difference, which torch gives with thrice the error."""
+    torch.manual_seed(0)
+    x, weight, grad = (30 + torch.randn(size, device=DEVICE) for size in ((16, 257), (257,), (16, 257)))
+    found = []
+    for function, dtype in ((rms_norm, torch.float32), (F.rms_norm, torch.float32), (F.rms_norm, torch.float64)):
+        wide = x.to(dtype).requires_grad_()
+        shape = () if function is rms_norm else ((257,),)
+        made = function(wide, *shape, weight.to(dtype), 1e-6)
+        found.append(torch.autograd.grad(made, wide, grad.to(dtype))[0])
+    errors = [(one - found[2]).square().mean().sqrt() for one in found[:2]]
+    assert errors[0] < 0.6 * errors[1]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("rows", [1, 4, 13])
+def test_programs_that_take_many_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PROGRAMS", 3)
+    torch.manual_seed(0)
+    x, weight = torch.randn(rows, 2048, device=DEVICE), torch.randn(2048, device=DEVICE)
+    found = []
+    for function in (rms_norm, lambda x, weight: F.rms_norm(x, (2048,), weight, 1e-6)):
+        args = [one.clone().requires_grad_() for one in (x, weight)]
+        found.append(torch.autograd.grad(function(*args).sin().sum(), args))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 PAIRS = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
