@@ -12,6 +12,7 @@ from slapo_py.kernels.linear_cross_entropy import linear_cross_entropy as linear
 from slapo_py.kernels.masked_softmax import masked_softmax as masked_softmax
 from slapo_py.kernels.rms_norm import rms_norm as rms_norm
 from slapo_py.kernels.rope import rope as rope
+from slapo_py.kernels.softcap import softcap as softcap
 from slapo_py.kernels.spec import Form as Form
 from slapo_py.kernels.spec import Kernel as Kernel
 from slapo_py.kernels.spec import find_kernel as find_kernel
