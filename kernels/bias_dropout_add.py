@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo_py.kernels.dropout import apply_noise, draw_noise, noise_at
-from slapo_py.kernels.launch import as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
+from slapo_py.kernels.launch import ANY_WIDTH, as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Kernel, register_kernel
 from slapo_py.patterns import wild
@@ -117,7 +117,9 @@ def _backward(
     return dx, None if sums is None else sums.sum(0).to(bias.dtype), dr, None, None
 
 
-_bias_dropout_add = fused_op("bias_dropout_add", reference, _forward, _backward, unread="x, bias, residual")
+_bias_dropout_add = fused_op(
+    "bias_dropout_add", reference, _forward, _backward, unread="x, bias, residual", widest=ANY_WIDTH
+)
 
 
 def bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.kernels.launch import as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
+from slapo_py.kernels.launch import ANY_WIDTH, as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Form, Kernel, register_kernel
 from slapo_py.patterns import wild
@@ -123,7 +123,7 @@ def _backward(
     return dx, None if sums is None else sums.sum(0).to(bias.dtype), None
 
 
-_bias_gelu = fused_op("bias_gelu", reference, _forward, _backward, fits=_fits)
+_bias_gelu = fused_op("bias_gelu", reference, _forward, _backward, fits=_fits, widest=ANY_WIDTH)
 
 
 def bias_gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slapo_py.kernels.bias_gelu import gelu_parts
-from slapo_py.kernels.launch import jit, tl
+from slapo_py.kernels.launch import ANY_WIDTH, jit, tl
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Form, Kernel, register_kernel
 from slapo_py.kernels.swiglu import backward_gated, check_gated, fits_gated, forward_gated
@@ -52,7 +52,7 @@ def _backward(
     return *backward_gated(_DEVICE[approximate], grads[0], needs, gate, up), None
 
 
-_geglu: Callable[..., Tensor] = fused_op("geglu", reference, _forward, _backward, fits=_fits)
+_geglu: Callable[..., Tensor] = fused_op("geglu", reference, _forward, _backward, fits=_fits, widest=ANY_WIDTH)
 
 
 def geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:

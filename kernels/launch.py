@@ -29,6 +29,8 @@ WIDEST = 2**17
 
 
 _recorded: "list[Launch] | None" = None
+ANY_WIDTH = 65535 * 1024
+"""The same where programs take blocks of 1024 columns: as many as a grid has in its second dim."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -294,7 +294,8 @@ def _wide(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, classes: int = -1, **options: Any
 ) -> Tensor:
     """For the forms with .float()."""
-    if classes not in (-1, len(weight)):  # a view that cuts rows: not what this operation does
+    strange = classes not in (-1, len(weight))  # a view that cuts rows
+    if strange or isinstance(options.get("softcap"), Tensor):  # not what this operation does
         logits = _logits(hidden, weight, bias, options.pop("softcap", None))[0].float().view(-1, classes)
         return F.cross_entropy(logits, labels, **options)
     return linear_cross_entropy(hidden, weight, labels, bias, **options)

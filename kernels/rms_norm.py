@@ -41,9 +41,9 @@ def _load(ptr, rows, columns, inside, inner, outer_stride, inner_stride, column_
 
 
 @jit
-def _normed(x, width, eps):
-    """(n, r) of a tile of rows."""
-    r = tl.rsqrt(tl.sum(x * x, axis=1) / width + eps)[:, None]
+def _normed(x, here, width, eps):
+    """(n, r) of a tile of rows; past the last of them, where not `here`, n is 0 even if eps is."""
+    r = tl.rsqrt(tl.where(here, tl.sum(x * x, axis=1) / width + eps, 1.0))[:, None]
     return x * r, r
 
 
@@ -73,7 +73,7 @@ def _forward_kernel(
     place = tl.cast(rows, tl.int64)[:, None] * width + columns[None, :]
     if s_ptr is not None:
         tl.store(s_ptr + place, x.to(ROUND), mask=inside)
-    n, _ = _normed(x, width, eps)
+    n, _ = _normed(x, rows < count, width, eps)
     if CAST is not None:
         n = n.to(CAST).to(tl.float32)
     y = n * _weight(w_ptr, columns, width, w_column, offset, OFFSET)
@@ -102,7 +102,7 @@ def _backward_kernel(
             x += _load(a_ptr, rows, columns, inside, inner, a_outer, a_inner, a_column)
             x = x.to(ROUND).to(tl.float32)
         g = _load(g_ptr, rows, columns, inside, inner, g_outer, g_inner, g_column)
-        n, r = _normed(x, width, eps)
+        n, r = _normed(x, rows < count, width, eps)
         total += g * n
         if dx_ptr is not None or da_ptr is not None:
             dn = g * w
@@ -126,7 +126,7 @@ def _backward_kernel(
 def _tile(width: int) -> tuple[int, int, int]:
     """(rows, block, warps): narrow rows, as those of a head, share a program."""
     block, warps = block_of(width)
-    return max(2048 // block, 1), block, max(warps, 4)
+    return max(1024 // block, 1), block, max(warps, 4)
 
 
 def _constants(x: Tensor, added: Tensor | None, offset: float, casting: str) -> dict[str, Any]:

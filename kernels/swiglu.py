@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.kernels.launch import as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, runs_triton, tl
+from slapo_py.kernels.launch import (
+    ANY_WIDTH,
+    as_rows,
+    block_of,
+    ceil_div,
+    column_offset,
+    jit,
+    launch,
+    row_offset,
+    runs_triton,
+    tl,
+)
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Kernel, register_kernel
 
@@ -120,7 +131,7 @@ def _backward(
     return backward_gated(_silu, grads[0], needs, gate, up)
 
 
-_swiglu: Callable[..., Tensor] = fused_op("swiglu", reference, _forward, _backward, fits=fits_gated)
+_swiglu: Callable[..., Tensor] = fused_op("swiglu", reference, _forward, _backward, fits=fits_gated, widest=ANY_WIDTH)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from slapo_py.codec import per_rank
 from slapo_py.compare import compare
 from slapo_py.errors import ScheduleError, VerificationError
 from slapo_py.history import History, Step
+from slapo_py.layouts.placement import Partial, Placement, Replicate, Shard
 from slapo_py.matches import Match, nth
 from slapo_py.patterns import Pattern, call, pattern, wild
 from slapo_py.primitive import Primitive
@@ -21,11 +22,15 @@ __all__ = [
     "Engine",
     "History",
     "Match",
+    "Partial",
     "Pattern",
+    "Placement",
     "Primitive",
+    "Replicate",
     "Schedule",
     "ScheduleError",
     "Selection",
+    "Shard",
     "Step",
     "VerificationError",
     "build",

@@ -73,8 +73,7 @@ class Forward:
     def _visit(self, node: fx.Node) -> fx.Node | None:
         typing = self.typing
         if node.op == "output":
-            self._finish()
-            return None
+            return self._finish()
         if is_record(node):
             return None
         if node.op == "placeholder":
@@ -273,13 +272,19 @@ class Forward:
                     )
                 )  # fmt: skip
 
-    def _finish(self) -> None:
+    def _finish(self) -> fx.Node | None:
         for node in outputs_of(self.typing.graph):
             source = self.typing.after[node][0]
+            if source == P and source != self.outputs:
+                top = highest_border(node, self.outputs)
+                if top is not None and top not in self.syncs:
+                    self.syncs[top] = self.outputs
+                    return top
             if source != self.outputs:
                 self.typing.on_edge.setdefault(
                     (node, OUTPUT), Conversion(node, source, self.outputs, readers=frozenset({OUTPUT}))
                 )
+        return None
 
 
 def needing_gradient(nodes: list[fx.Node]) -> set[fx.Node]:

@@ -96,7 +96,7 @@ def as_pattern(given: Any) -> Pattern:
 
 
 def wild(name: str | None = None) -> Any:
-    """In a pattern: a literal of any value, such as the p of a dropout, or a flag or size that is computed.
+    """In a pattern: a literal of any value, such as the p of a dropout, or a flag, size or tensor that is computed.
 
     What a wild with a name stands for is kept under it (`match.values[name]`), and handed to a replacement by keyword;
     the same name twice stands for equal values. Raises `PatternError`.

@@ -103,7 +103,7 @@ MODELS: dict[str, Model] = {
 # How often a primitive is drawn; compiling is the slowest to run.
 WEIGHTS = {
     "trace": 10, "checkpoint": 6, "compile": 1, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2, "replace": 4,
-    "group": 3, "fuse": 2, "decompose": 3, "attention": 2,
+    "group": 3, "fuse": 2, "decompose": 3, "attention": 2, "shard": 2, "sync": 2, "reduce_grad": 1,
 }  # fmt: skip
 
 
@@ -163,6 +163,25 @@ def _single_calls(model: Model) -> dict[str, list[Call]]:
         "recompute": [("recompute", at, (), {}) for at in model.places[1:]],
         "decompose": [("decompose", at, (), {}) for at in model.linear],
         "attention": [("attention", "", (backend,), {}) for backend in model.attentions],
+        "shard": [
+            ("shard", at, (name,), {"dim": 0, **more})
+            for at, names in model.parameters.items()
+            for name in names
+            for more in ({}, {"axis": "ep"})
+        ],
+        "sync": [
+            ("sync", at, given[:2], {**given[2], "axis": axis})
+            for at in model.places
+            for given in (
+                ("input", None, {"grad": "all_reduce"}),
+                ("output", "all_reduce", {}),
+                ("output", "all_gather", {"dim": 1}),
+            )
+            for axis in ("tp", "ep")
+        ],
+        "reduce_grad": [
+            ("reduce_grad", at, (name,), {}) for at, names in model.parameters.items() for name in names
+        ],
     }  # fmt: skip
 
 
