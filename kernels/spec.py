@@ -40,10 +40,12 @@ class Kernel:
     takes: the dtypes of its tensors. accumulates: in which one sums are formed. returns: the dtype of the result.
     placement: one line of labels, `inputs -> outputs` as in einsum: which dims may be split over devices. A dim under a
         small letter splits, under a capital never; `...` are leading dims, that split like small letters. An output
-        that lacks a split label is a partial sum; a plain value has no labels. Empty: only whole values.
+        that lacks a split label is a partial sum; a plain value has no labels. Empty: only whole values. Of
+        layer_norm: `...H, H, H -> ...H`.
     features: what it can do beyond the plain formula, in words: "dropout", "tanh form", "boolean mask".
-    example: `example(rows, width, dtype, device) -> arguments`: inputs of about rows x width elements, for benchmarks,
-        ahead-of-time compilation and tests.
+    example: `example(rows, width, dtype, device) -> arguments`: the op's arguments by position, of about rows x width
+        elements (rows may be 0), tensors that are learned requiring gradients; for benchmarks, ahead-of-time
+        compilation and tests.
     """
 
     name: str
