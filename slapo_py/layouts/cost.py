@@ -2,16 +2,27 @@
 
 import math
 
-from slapo_py.layouts.placement import P, Placement, R, Shard
+from slapo_py.layouts.conversions import factor, how
+from slapo_py.layouts.placement import P, Partial, Placement, R, Shard
+
+# What the gradient costs on its way back, and what breaks ties: what is whole stays whole.
+_BACK = {
+    "all_reduce": "nothing",
+    "reduce_scatter": "all_gather",
+    "all_gather": "reduce_scatter",
+    "split": "all_gather",
+    "all_to_all": "all_to_all",
+}
+_TIES = {"reduce_scatter": 1.0, "split": 0.5}
 
 
 def cost(
     source: Placement, target: Placement, size: int, ranks: int, *, parameter: bool, gradient: bool, added: bool
 ) -> float:
-    """Bytes of converting a tensor of `size` bytes, whole, forward and backward.
+    """Bytes of converting a tensor of `size` bytes, whole, forward and, if it has a gradient, backward.
 
-    Half bytes break ties: what is whole stays whole. parameter: a declared split is never undone, and a whole parameter
-    may be split at no cost, or, if it is a term that is `added`, be kept by one rank (a bias that is added once).
+    parameter: a declared split is never undone, and a whole parameter may be split at no cost, or, if it is a term that
+    is `added`, be kept by one rank (a bias that is added once).
     """
     if source == target:
         return 0
@@ -19,15 +30,8 @@ def cost(
         if source == R and isinstance(target, Shard):
             return 0.5
         return 0 if source == R and target == P and added else math.inf
-    back = 1 if gradient else 0
-    if source == P and target == R:
-        return 2 * (ranks - 1) * size
-    if source == P and isinstance(target, Shard):
-        return (1 + back) * (ranks - 1) * size + 1
-    if isinstance(source, Shard) and target == R:
-        return (1 + back) * (ranks - 1) * size
-    if source == R and isinstance(target, Shard):
-        return back * (ranks - 1) * size + 0.5
-    if isinstance(source, Shard) and isinstance(target, Shard):
-        return (1 + back) * (ranks - 1) / ranks * size
-    return math.inf  # to a partial sum: legal, and never wanted of an activation
+    kind = how(source, target)
+    if kind is None or isinstance(target, Partial):
+        return math.inf  # to a partial sum: legal, and never wanted of an activation
+    sent = factor(kind, ranks) + (factor(_BACK[kind], ranks) if gradient else 0)
+    return float(sent * size) + _TIES.get(kind, 0)

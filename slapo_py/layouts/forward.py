@@ -28,7 +28,6 @@ from slapo_py.layouts.nodes import (
     tensors_of,
 )  # fmt: skip
 from slapo_py.layouts.placement import P, Placement, R, Shard, local_shape
-from slapo_py.layouts.record import Owned
 from slapo_py.layouts.shapes import carry, is_move
 from slapo_py.layouts.signatures import Signature, signatures
 from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Placements, Resize, Typing, said
@@ -347,8 +346,3 @@ def constant_of(node: fx.Node, target: Placement, ranks: int) -> tuple[fx.Node, 
         if placed == target and first is not None:
             return node, first
     return None
-
-
-def literal_owner(value: Any) -> tuple[str, str] | None:
-    """The module and attribute that a whole number was read from."""
-    return value.owner if isinstance(value, Owned) else None

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import fx
 
+from slapo_py.layouts.conversions import how
 from slapo_py.layouts.nodes import is_border, name_of
-from slapo_py.layouts.placement import P, Placement, R, Shard
+from slapo_py.layouts.placement import Placement
 from slapo_py.layouts.signatures import Signature
 
 Placements = tuple[Placement, ...]
@@ -63,14 +64,9 @@ def is_local(one: Conversion) -> bool:
 
 
 def collective(source: Placement, target: Placement) -> str:
-    """What turns one placement into another: the name of a collective, "split" or "mask" (no bytes), or "none"."""
-    if source == target:
-        return "none"
-    if source == P:
-        return "all_reduce" if target == R else "reduce_scatter"
-    if isinstance(source, Shard):
-        return "all_gather" if target == R else "all_to_all"
-    return "split" if isinstance(target, Shard) else "mask"
+    """What turns one placement into another: a collective, "split" or "mask" (no bytes are sent), or "none"."""
+    kind = how(source, target)
+    return "none" if kind in (None, "nothing") else str(kind)
 
 
 def said(node: "fx.Node | str") -> str:
