@@ -10,6 +10,7 @@ from slapo_py.compare import compare
 from slapo_py.errors import ScheduleError, VerificationError
 from slapo_py.history import History, Step
 from slapo_py.layouts.placement import Partial, Placement, Replicate, Shard
+from slapo_py.layouts.plan import Plan, plan
 from slapo_py.matches import Match, nth
 from slapo_py.patterns import Pattern, call, pattern, wild
 from slapo_py.primitive import Primitive
@@ -25,6 +26,7 @@ __all__ = [
     "Partial",
     "Pattern",
     "Placement",
+    "Plan",
     "Primitive",
     "Replicate",
     "Schedule",
@@ -45,6 +47,7 @@ __all__ = [
     "params",
     "pattern",
     "per_rank",
+    "plan",
     "register",
     "unregister",
     "wild",

@@ -57,6 +57,7 @@ def how(source: Placement, target: Placement) -> str | None:
     return None
 
 
+@functools.cache
 def factor(kind: str, ranks: int) -> Fraction:
     """What a step of a kind sends in all, as a multiple of the whole tensor's bytes."""
     dear = {

@@ -1,5 +1,6 @@
 """What a conversion costs, for choices: bytes in all over the ranks, and what must never be chosen."""
 
+import functools
 import math
 
 from slapo_py.layouts.conversions import factor, how
@@ -33,5 +34,9 @@ def cost(
     kind = how(source, target)
     if kind is None or isinstance(target, Partial):
         return math.inf  # to a partial sum: legal, and never wanted of an activation
-    sent = factor(kind, ranks) + (factor(_BACK[kind], ranks) if gradient else 0)
-    return float(sent * size) + _TIES.get(kind, 0)
+    return _factor(kind, ranks, gradient) * size + _TIES.get(kind, 0)
+
+
+@functools.cache
+def _factor(kind: str, ranks: int, gradient: bool) -> float:
+    return float(factor(kind, ranks) + (factor(_BACK[kind], ranks) if gradient else 0))

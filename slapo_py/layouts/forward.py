@@ -39,7 +39,10 @@ _SIZED = RESHAPE | {"expand", "expand_as", "broadcast_to"}
 
 
 class Forward:
-    """One pass over a graph. `syncs`: borders whose value is converted: to a placement, or by a sync of a schedule."""
+    """One pass over a graph. `syncs`: borders whose value is converted: to a placement, or by a sync of a schedule.
+
+    known: signatures that an earlier pass over the same graph has worked out; this one adds its own.
+    """
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Forward:
         inputs: Mapping[str, Placement],
         outputs: Placement,
         lines: Mapping[str, str],
+        known: dict[Any, list[Signature]],
     ) -> None:
         self.typing = Typing(graph, ranks, params)
         self.ranks, self.syncs, self.inputs, self.outputs = ranks, dict(syncs), inputs, outputs
@@ -57,7 +61,8 @@ class Forward:
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.needing = needing_gradient(self.nodes)
-        self._signatures: dict[Any, list[Signature]] = {}
+        self._signatures = known
+        self._blocks: set[Any] = set()
 
     def run(self) -> Typing:
         index = 0
@@ -109,6 +114,7 @@ class Forward:
     def _sync(self, node: fx.Node) -> None:
         typing = self.typing
         typing.after[node] = typing.produced[node]
+        self._blocks |= {one.blocks for one in typing.produced[node] if isinstance(one, Shard)}
         target = self.syncs.get(node)
         if target is None or len(typing.produced[node]) != 1:
             return
@@ -137,8 +143,7 @@ class Forward:
     def _legal(self, node: fx.Node, have: list[Placement]) -> list[Signature]:
         blocks = {one.blocks for one in have if isinstance(one, Shard)}
         if P in have:  # a partial sum may be scattered into any pattern that is in use
-            every = (one for placements in self.typing.after.values() for one in placements)
-            blocks |= {one.blocks for one in every if isinstance(one, Shard)}
+            blocks |= self._blocks
         key = (node, frozenset(blocks))
         if key not in self._signatures:
             line = self.lines.get(name_of(node))

@@ -1,6 +1,7 @@
 """From the placements of parameters to all conversions: what `auto_sync` inserts."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
@@ -8,6 +9,7 @@ from slapo_py.layouts.backward import Backward
 from slapo_py.layouts.forward import Forward, carries
 from slapo_py.layouts.nodes import is_border, is_record, name_of, readers
 from slapo_py.layouts.placement import Placement, R, Shard
+from slapo_py.layouts.signatures import Signature
 from slapo_py.layouts.state import OUTPUT, Conversion, Typing
 from slapo_py.layouts.syncs import AUTO, Sync
 from slapo_py.layouts.table import canonical
@@ -31,8 +33,9 @@ def infer(
     know. What a schedule's syncs do wrong is among the faults.
     """
     wanted: dict[fx.Node, Placement | Sync] = dict(syncs or {})
+    known: dict[Any, list[Signature]] = {}
     for _ in range(_ROUNDS):
-        forward = Forward(graph, ranks, params, wanted, inputs or {}, outputs, lines or {})
+        forward = Forward(graph, ranks, params, wanted, inputs or {}, outputs, lines or {}, known)
         forward.run()
         more = {node: one for node, one in _lifted(forward).items() if node not in wanted}
         if not more:

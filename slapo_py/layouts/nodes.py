@@ -63,7 +63,9 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def bytes_of(node: fx.Node) -> int:
     """The bytes of a node's tensors, whole."""
-    return sum(one.numel() * one.element_size() for one in tensors_of(node))
+    if "bytes" not in node.meta:
+        node.meta["bytes"] = sum(one.numel() * one.element_size() for one in tensors_of(node))
+    return int(node.meta["bytes"])
 
 
 def slots_of(node: fx.Node) -> list[fx.Node]:
