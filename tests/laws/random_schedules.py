@@ -102,7 +102,7 @@ MODELS: dict[str, Model] = {
 
 # How often a primitive is drawn; compiling is the slowest to run.
 WEIGHTS = {
-    "trace": 10, "checkpoint": 6, "compile": 1, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2, "replace": 4,
+    "trace": 10, "checkpoint": 6, "compile": 2, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2, "replace": 4,
     "group": 3, "fuse": 2, "decompose": 3, "attention": 2, "shard": 2, "sync": 2, "reduce_grad": 1,
 }  # fmt: skip
 
