@@ -85,7 +85,7 @@ def test_fuse_finds_what_the_models_write(make: Callable[[], nn.Module], train: 
 
 @pytest.mark.parametrize(("make", "reason"), [
     (OtherConstant, "8 of 9 operations are there, but 'mul_1' .* has 0.0447 where the pattern has 0.044715"),
-    (Quick, "_gelu_times_up .* the graph has no gelu.*_gelu_new_times_up .* the graph has no pow"),
+    (Quick, "_gelu_times_up .* the graph has no gelu"),
     (DropsGate, "'dropout' .* is dropout where the pattern has gelu"),
     (KeepsGate, "the inner value 'gelu' .* is used outside, by 'add'"),
 ])  # fmt: skip

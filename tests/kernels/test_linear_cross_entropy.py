@@ -131,9 +131,11 @@ def test_less_than_a_quarter_of_the_bytes_with_data() -> None:
 
 class TestLinearCrossEntropy(KernelTests):
     name = "linear_cross_entropy"
+    conditioned = True
 
     def inputs(self, draw: Draw) -> Args:
-        width, classes = max(draw.size(40), 1), max(draw.size(150), 2)
+        least = 8 if draw.dtype == torch.float32 else 2  # sums of two or three terms have no rounding error by luck
+        width, classes = max(draw.size(40), least - 1), max(draw.size(150), least)
         hidden = coarse(draw.tensor(draw.shape(width)[-3:]))
         weight = coarse(draw.tensor((classes, width), width**-0.5))
         bias = coarse(draw.tensor((classes,))) if draw.one_of(True, False) else None

@@ -197,6 +197,28 @@ def test_auto_sync_refuses_what_has_no_place_and_changes_nothing() -> None:
     assert (str(sch), str(sch.history)) == before
 
 
+class Flat(nn.Module):
+    """Without submodules: there is no border between its products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(32, 16)), nn.Parameter(torch.randn(16, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(F.linear(x, self.up)), self.down).softmax(-1)
+
+
+def test_auto_sync_refuses_what_no_sync_can_mend() -> None:
+    sch = slapo.create_schedule(Flat(), (torch.randn(4, 16),))
+    sch.shard("up", dim=0).shard("down", dim=1)
+    with pytest.raises(PlacementError, match="linear is P, and softmax needs it R .* at no border of a module"):
+        sch.auto_sync("tp")
+    wrong = mlp()
+    wrong["norm"].sync("input", "all_reduce")
+    with pytest.raises(PlacementError, match="it would be added up once for each rank. Leave it out"):
+        wrong.auto_sync("tp")
+
+
 def test_uneven_heads_are_said() -> None:
     class Heads(Mlp):
         def forward(self, x: Tensor) -> Tensor:

@@ -39,5 +39,5 @@ def test_llama_of_406_billion_parameters_on_meta() -> None:
     assert found["traced"] == 126 * 5
     assert found["captures"] == 4  # layer, attention, mlp, norm
     assert found["notes"] == []
-    assert found["peak"] < 1.5 * 2**30
+    assert found["peak"] < 2 * 10**9
     assert found["printed"] < 40  # 126 equal layers are one line
