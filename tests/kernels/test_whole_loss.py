@@ -42,7 +42,7 @@ def batch(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:.*loss_type.*:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kernel", ["linear_cross_entropy", "cross_entropy"])
+@pytest.mark.parametrize("kernel", ["linear_cross_entropy", pytest.param("cross_entropy", marks=pytest.mark.slow)])
 def test_the_loss_of_a_whole_model(name: str, kernel: str) -> None:
     build, inputs = MODELS[name]
     torch.manual_seed(0)
