@@ -218,10 +218,10 @@ def slice_gradient(
     counted, width = labels != ignore_index, logits.shape[-1]
     grad = grad.to(top.dtype).expand(labels.shape).masked_fill(~counted, 0.0)
     top, total = top.masked_fill(~counted, torch.inf), total.masked_fill(~counted, 1.0)  # so that these rows give 0
-    share = grad / total
+    share = grad.double() / total.double()  # a number a row: its error would be that of the whole row
     if z_loss:
-        share = share * (1 + 2 * z_loss * (top.masked_fill(~counted, 0.0) + total.log()))
-    dx = (_wide(logits) - top.unsqueeze(-1)).exp_().mul_(share.unsqueeze(-1))
+        share = share * (1 + 2 * z_loss * (top.masked_fill(~counted, 0.0).double() + total.double().log()))
+    dx = (_wide(logits) - top.unsqueeze(-1)).exp_().mul_(share.to(top.dtype).unsqueeze(-1))
     if label_smoothing:
         dx.sub_((label_smoothing / classes * grad).unsqueeze(-1))
     here = counted & (labels >= start) & (labels < start + width)
