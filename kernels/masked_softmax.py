@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_py.kernels.launch import block_of, column_offset, jit, launch, tl
+from slapo_py.kernels.launch import DTYPES, block_of, column_offset, jit, launch, tl
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Kernel, register_kernel
 from slapo_py.patterns import wild
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LONGEST = 2**13
 """The most columns that a program holds at once."""
 

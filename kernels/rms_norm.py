@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.kernels.launch import as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
+from slapo_py.kernels.launch import DTYPES, as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, tl
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Form, Kernel, register_kernel
 from slapo_py.patterns import wild
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAMS = 256
 """At most so many take part in the sum over rows that is the gradient of the weight."""
 

@@ -1,79 +1,13 @@
 """`sch[path].decompose()`: a Linear, Conv1D or convolution as its product and a separate addition of the bias."""
 
-import functools
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_unary
-
+from slapo_py.decomposed import KINDS, Decomposed, parts_of
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.places import check_forward
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
 from slapo_py.schedule import Schedule
-from slapo_py.scheduled import Forward, Layer, bare, dress, layer_of
+from slapo_py.scheduled import bare, dress, layer_of
 from slapo_py.tracing import trace_of
-
-
-def autocast_argument(tensor: Tensor) -> Tensor:
-    """A tensor as autocast hands it to a product: in the dtype of the region, if there is one.
-
-    Autocast would cast the bias of `F.linear`, but leaves an addition in float32: the output would have another dtype.
-    The dtype comes from the region, not from the product, so that in a graph the product has one reader only.
-    """
-    if has_torch_function_unary(tensor):  # a capture logs this call as one node
-        return handle_torch_function(autocast_argument, (tensor,), tensor)  # type: ignore[no-any-return]
-    device = tensor.device.type
-    if tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
-
-
-def _linear(self: nn.Linear, input: Tensor) -> Tensor:
-    return F.linear(input, self.weight) + autocast_argument(self.bias)
-
-
-def _conv1d_of_transformers(self: Any, x: Tensor) -> Tensor:
-    return x @ self.weight + autocast_argument(self.bias)  # type: ignore[no-any-return]
-
-
-def _convolution(dims: int) -> Callable[..., Tensor]:
-    shape = (-1, *[1] * dims)  # counted from the end: inputs with and without a batch alike
-
-    def convolution(self: Any, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.weight, None) + autocast_argument(self.bias).view(shape)  # type: ignore[no-any-return]
-
-    return convolution
-
-
-_TORCH: dict[type[nn.Module], Callable[..., Tensor]] = {
-    nn.Linear: _linear,
-    nn.Conv1d: _convolution(1),
-    nn.Conv2d: _convolution(2),
-    nn.Conv3d: _convolution(3),
-}
-_KINDS = "nn.Linear, transformers' Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d"
-
-
-@dataclass(frozen=True)
-class Decomposed(Layer):
-    """The forward in its parts. Its rank is negative: it is the module's own forward, which a trace reads."""
-
-    rank: ClassVar[int] = -10
-
-    def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
-        parts = _parts(base)
-        if parts is None:
-            raise TypeError(f"{base.__name__} has no parts")
-        return functools.wraps(base.forward)(parts)
-
-    def describe(self) -> str:
-        return "decompose"
 
 
 @register("decompose")
@@ -95,9 +29,9 @@ class Decompose(Primitive):
         where = f'decompose at "{place.path}"'
         check_forward(place, "decompose")
         module, kind = place.module, bare(place.module).__name__
-        if _parts(bare(module)) is None:
+        if parts_of(bare(module)) is None:
             raise ArgumentError(
-                f"{where}: {kind} is not a module that has parts. Those are {_KINDS} and subclasses that keep their "
+                f"{where}: {kind} is not a module that has parts. Those are {KINDS} and subclasses that keep their "
                 f"forward.{_below(place)}"
             )
         if layer_of(module, Decomposed) is not None:
@@ -125,27 +59,9 @@ class Decompose(Primitive):
         dress(place.module, Decomposed())
 
 
-def has_parts(module: nn.Module) -> bool:
-    """Whether `decompose` accepts a module, as far as its class and its bias go."""
-    return _parts(bare(module)) is not None and module.bias is not None
-
-
-def _parts(base: type[nn.Module]) -> Callable[..., Tensor] | None:
-    """The forward in its parts, if the class computes what one of those that are known does."""
-    known = dict(_TORCH)
-    transformers = sys.modules.get("transformers.pytorch_utils")
-    if transformers is not None:
-        known[transformers.Conv1D] = _conv1d_of_transformers
-    for cls, parts in known.items():
-        same = all(getattr(base, name, None) is getattr(cls, name, None) for name in ("forward", "_conv_forward"))
-        if issubclass(base, cls) and same:
-            return parts
-    return None
-
-
 def _below(place: Schedule) -> str:
     """The line to write if there are such modules inside."""
-    names = [name for name, one in place.module.named_modules() if name and _parts(bare(one)) is not None]
+    names = [name for name, one in place.module.named_modules() if name and parts_of(bare(one)) is not None]
     return (
         f' Inside it, for example: sch["{".".join(filter(None, (place.path, names[0])))}"].decompose().'
         if names

@@ -24,7 +24,6 @@ class ReduceGrad(Primitive):
 
     structural = True
     reaches_flattened = True
-    outlives = True
 
     def check(self, place: Schedule, *params: str, axis: str = "tp") -> None:
         where = f'reduce_grad at "{place.path}"'

@@ -39,7 +39,6 @@ class ShardParameters(Primitive):
 
     structural = True
     reaches_flattened = True
-    outlives = True
 
     def check(
         self, place: Schedule, *params: str, dim: int | str, axis: str = "tp", parts: int | Sequence[int] | None = None

@@ -9,6 +9,7 @@ know whether a gradient that arrives is whole on each rank or a term of a sum. A
 torch.compile(fullgraph=True).
 """
 
+import abc
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,13 +62,14 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Move:
+class Move(abc.ABC):
     """One thing done to a tensor by the ranks of a group."""
 
     ranks: Ranks
 
+    @abc.abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The tensor after it."""
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.layouts.placement import balanced
 
+def embedding_in_lock_step(parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Tensor]:
+    """F.embedding on every rank, of a table split over its rows, evenly or not. parts: the arguments of each rank.
 
-def embedding(
-    rank: int, ranks: int, input: Tensor, weight: Tensor, padding_idx: int | None = None, **rest: Any
-) -> Tensor:
-    """A lookup in the rows that this rank holds; other ids give zeros, so that the ranks' results add up to the whole.
-
-    weight (v_r, n): the rows of this rank; input: ids of the whole table.
+    Ids of other ranks' rows give zeros, so that the results add up to the whole.
     """
-    if rest.get("max_norm") is not None:
-        raise NotImplementedError("embedding with max_norm changes its weight, and can't be split over its rows")
-    sizes = balanced(sum_of_rows(weight, rank, ranks), ranks)
-    first = sum(sizes[:rank])
-    here = (input >= first) & (input < first + weight.shape[0])
-    if padding_idx is not None:
-        padding_idx = padding_idx - first if first <= padding_idx < first + weight.shape[0] else None
-    found = F.embedding((input - first).clamp(0, weight.shape[0] - 1), weight, padding_idx)
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    given = [{**dict(zip(names, args)), **kwargs} for args, kwargs in parts]
+    rows = [one["weight"].shape[0] for one in given]
+    return [_lookup(one, sum(rows[:rank]), sum(rows)) for rank, one in enumerate(given)]
+
+
+def _lookup(given: dict[str, Any], first: int, total: int) -> Tensor:
+    """The rows from `first` on, of `total` in all."""
+    ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+    size = weight.shape[0]
+    here = (ids >= first) & (ids < first + size)
+    if padding is not None:
+        padding = padding % total - first
+        padding = padding if 0 <= padding < size else None
+    found = F.embedding((ids - first).clamp(0, size - 1), weight, padding)
     return found * here[..., None].to(found.dtype)
-
-
-def sum_of_rows(weight: Tensor, rank: int, ranks: int) -> int:
-    """Rows of the whole table; an uneven one says so itself (`whole_rows`)."""
-    return int(getattr(weight, "whole_rows", weight.shape[0] * ranks))
 
 
 class _Loss(torch.autograd.Function):

@@ -92,7 +92,7 @@ class _Convert(torch.autograd.Function):
 def simulate(
     typing: Typing, module: nn.Module, inputs: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> Simulated:
-    """Run a typed graph on the whole parameters of `module` and on whole inputs, by placeholder name."""
+    """Run a typed graph on the whole parameters of `module` and on whole inputs, by the names of its arguments."""
     return _Run(typing, module, inputs, dtype).run()
 
 
@@ -152,7 +152,7 @@ class _Run:
         signature = self.typing.signature.get(node)
         needs = signature.needs if signature is not None else ""
         if needs == "embedding":
-            return [local.embedding(rank, self.ranks, *args, **kwargs) for rank, (args, kwargs) in enumerate(parts)]
+            return local.embedding_in_lock_step(parts)
         if needs == "cross_entropy":
             return local.cross_entropy_in_lock_step(parts)
         if signature is not None and _drops(node, parts[0][1]):
@@ -160,14 +160,14 @@ class _Run:
         return [_call(node, args, kwargs) for args, kwargs in parts]
 
     def _input(self, node: fx.Node) -> Parts:
-        value = self.given.get(node.name)
+        value = self.given.get(str(node.target))
         if not isinstance(value, Tensor):
             return [value] * self.ranks
         if value.is_floating_point() and self.dtype is not None:
             value = value.to(self.dtype)
         parts = parts_of(value.detach(), self.typing.produced[node][0], self.ranks)
         if value.is_floating_point():
-            self.found.inputs[node.name] = [one.requires_grad_(value.requires_grad) for one in parts]
+            self.found.inputs[str(node.target)] = [one.requires_grad_(value.requires_grad) for one in parts]
         return parts
 
     def _attribute(self, node: fx.Node) -> Parts:

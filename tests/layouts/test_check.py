@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py.errors import ArgumentError, PlacementError, ShardError, StepError
+from slapo_py.layouts.check import checked
+from slapo_py.layouts.record import record
+from slapo_py.layouts.simulate import simulate
 from tests.layouts.plans import PLANS
 
 
@@ -228,3 +231,47 @@ def test_uneven_heads_are_said() -> None:
     assert mlp(Heads).check(ranks=2) == []
     found = mlp(Heads).check(ranks=4)  # 2 heads
     assert found[0].message.startswith('output 0 of "up" is S(2) and is needed R: all_gather is missing.')
+
+
+@pytest.mark.parametrize("padding", [None, -1, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_table_of_seven_rows(ranks: int, padding: int | None) -> None:
+    """An uneven split: each rank looks where its own rows begin."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4, padding_idx=padding), nn.LayerNorm(4))
+    ids = torch.arange(7)[None]
+    sch = slapo.create_schedule(model, (ids,))
+    sch["0"].shard("weight", dim=0)
+    sch.auto_sync("tp", ranks=ranks)
+    typing, faults = checked(sch, record(sch), "tp", ranks)
+    assert faults == []
+    found = simulate(typing, model, {"input": ids})
+    expected = model(ids)
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    torch.autograd.backward(found.outputs[0], [seed] * ranks)
+    for one in found.outputs[0]:
+        torch.testing.assert_close(one, expected)
+    torch.testing.assert_close(found.gradient("0.weight"), model[0].weight.grad)
+
+
+def test_a_table_that_rescales_its_rows_is_refused() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), (torch.arange(8)[None],))
+    sch["0"].shard("weight", dim=0)
+    with pytest.raises(PlacementError, match='embedding in "0" takes no such placements'):
+        sch.auto_sync("tp")
+
+
+def test_a_refused_selection_leaves_no_sync_behind() -> None:
+    sch = mlp(up=False, down=False)
+    sch["down"].sync("output", "all_reduce")
+    before = [one.message for one in sch.check()]
+    with pytest.raises(StepError, match="has a sync"):
+        sch.select("[ud]*").sync("output", "all_reduce")  # up, down, drop: the second has one
+    assert [one.message for one in sch.check()] == before and "up" not in sch.root.syncs
+
+
+def test_what_is_split_is_not_replaced() -> None:
+    sch = mlp()
+    with pytest.raises(slapo.ScheduleError, match="shard"):
+        sch["up"].replace(nn.Linear(16, 32))
