@@ -23,23 +23,22 @@ from slapo_py.tracing.trace import Trace, trace_of
 Put = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
-def with_function(
-    place: Schedule, found: Sequence[Occurrence], function: Callable[..., Any], primitive: str, label: str = ""
-) -> Trace:
+def with_function(place: Schedule, found: Sequence[Occurrence], function: Callable[..., Any], primitive: str) -> Trace:
     """The place's trace with a call of `function` for each match: its inputs by position, named wilds by keyword.
-
-    `label`: what the trace's list of steps says was put in; the function's name if left out.
 
     Raises: ArgumentError, if the function can't be called so or would lose parameters; StepError, if the calls can't
     stand anywhere.
     """
-    return with_functions(place, found, [(function, {})] * len(found), primitive, label)
+    return with_functions(place, found, [(function, {})] * len(found), primitive)
 
 
 def with_functions(
     place: Schedule, found: Sequence[Occurrence], puts: Sequence[Put], primitive: str, label: str = ""
 ) -> Trace:
-    """The same with a function of its own for each match, and plain values that it is given by keyword as well."""
+    """The same with a function of its own for each match, and plain values that it is given by keyword as well.
+
+    `label`: what the trace's list of steps says was put in; the first function's name if left out.
+    """
     where, name = f'{primitive} at "{place.path}"', name_of(puts[0][0])
     for one, (function, keywords) in zip(found, puts, strict=True):
         _check_takes(where, function, one, keywords)

@@ -73,7 +73,7 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
 def _move_device_reads(nodes: list[fx.Node]) -> None:
     """What reads the device of an inner value reads that of an input instead: the inner value will be gone."""
     inside = set(nodes)
-    given = [one for node in nodes for one in node.all_input_nodes if one not in inside and not _is_size(one)]
+    given = [one for node in nodes for one in node.all_input_nodes if one not in inside and not _is_plain(one)]
     for node in nodes:
         for user in list(node.users):
             if user not in inside and reads_device(user) and given:
@@ -109,6 +109,13 @@ def _is_size(node: fx.Node) -> bool:
         return node.args[1] == "shape"
     picks = node.target in (operator.getitem, *_ARITHMETIC)
     return picks and bool(node.all_input_nodes) and all(map(_is_size, node.all_input_nodes))
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a node gives no tensor: a size, a dtype or device, the mode."""
+    fact = node.op == "call_function" and node.target is getattr and node.args[1] in ("dtype", "device")
+    mode = node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training"
+    return fact or mode or _is_size(node)
 
 
 def _reads(node: fx.Node, inside: set[fx.Node]) -> bool:
