@@ -13,7 +13,7 @@ from torch import Tensor
 from slapo_py.kernels.add_layer_norm import Shape, _add_layer_norm
 from slapo_py.kernels.add_layer_norm import reference as add_reference
 from slapo_py.kernels.dropout import apply_noise, draw_noise
-from slapo_py.kernels.layer_norm import merged, norm_backward, norm_forward, normalised_dims, widens
+from slapo_py.kernels.layer_norm import merged, norm_backward, norm_forward, normalised_dims, over_one_dim, widens
 from slapo_py.kernels.op import fused_op
 from slapo_py.kernels.spec import Form, Kernel, register_kernel
 from slapo_py.patterns import wild
@@ -136,6 +136,13 @@ def _flat(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return _norm(flat), flat, total
 
 
+def _splits(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *plain: float,
+    normalized_shape: Shape = None, **keywords: int | Sequence[int],
+) -> bool:  # fmt: skip
+    return over_one_dim(weight, bias, normalized_shape)
+
+
 def _example(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor | float, ...]:
     made = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width), torch.randn(width)
     return *(one.to(device, dtype).requires_grad_() for one in made), 0.1
@@ -147,13 +154,14 @@ register_kernel(
         op=dropout_add_layer_norm,
         reference=reference,
         patterns=(
-            Form(_alone, op=dropout_add_layer_norm_alone),
+            Form(_alone, op=dropout_add_layer_norm_alone, placement="...H, ...H, H, H -> ...H"),
             _with_sum,
-            Form(_viewed, op=dropout_add_layer_norm_viewed),
-            Form(_flat, op=dropout_add_layer_norm_flat),
+            Form(_viewed, op=dropout_add_layer_norm_viewed, placement=""),
+            Form(_flat, op=dropout_add_layer_norm_flat, placement=""),
         ),
         returns="as x + residual, both",
         placement="...H, ...H, H, H -> ...H, ...H",
+        splits=_splits,
         features=("dropout", "gives the sum, too", "without weight or bias"),
         example=_example,
     )

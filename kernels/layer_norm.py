@@ -243,6 +243,21 @@ def _functional(x: Tensor) -> Tensor:
     return F.layer_norm(x, wild("normalized_shape"), wild("weight"), wild("bias"), wild("eps"))
 
 
+def over_one_dim(weight: Tensor | None, bias: Tensor | None, shape: int | Sequence[int] | None) -> bool:
+    """Whether only the last dim is normalised, as the lines of labels say."""
+    learned = weight if weight is not None else bias
+    if learned is not None:
+        return learned.dim() == 1
+    return not isinstance(shape, Sequence) or len(shape) == 1
+
+
+def _splits(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *,
+    normalized_shape: int | Sequence[int] | None = None,
+) -> bool:  # fmt: skip
+    return over_one_dim(weight, bias, normalized_shape)
+
+
 def _example(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
     made = torch.randn(rows, width), torch.randn(width), torch.randn(width)
     return tuple(one.to(device, dtype).requires_grad_() for one in made)
@@ -256,6 +271,7 @@ register_kernel(
         patterns=(_functional,),
         returns="that of x",
         placement="...H, H, H -> ...H",
+        splits=_splits,
         features=("without weight or bias", "over several dims"),
         example=_example,
     )

@@ -300,6 +300,14 @@ def _unmasked_wide(scores: Tensor) -> Tensor:
     return (scores * wild("scale")).softmax(-1, dtype=torch.float32).to(wild("dtype"))
 
 
+def _rows_are_alike(
+    scores: Tensor, mask: Tensor | None = None, bias: Tensor | None = None, scale: float | Tensor = 1.0,
+    causal: bool = False, dtype: torch.dtype | None = None,
+) -> bool:  # fmt: skip
+    """Whether a row needs nothing but itself: under a causal mask it needs its number among the rows, too."""
+    return not causal and not isinstance(scale, Tensor)
+
+
 def _example(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, None, float]:
     queries = max(rows // 4, 1)
     scores = torch.randn(2, 2, queries, width, dtype=dtype, device=device, requires_grad=True)
@@ -314,7 +322,8 @@ register_kernel(
         reference=reference,
         patterns=(_biased, _scaled, _scaled_wide, _added, _added_wide, _unmasked, _unmasked_wide),
         returns="as the sum, or dtype",
-        placement="...K, ...K -> ...K",
+        placement="...K, ...K, ...K -> ...K",
+        splits=_rows_are_alike,
         features=("additive mask", "boolean mask", "causal", "learned bias", "result in another dtype"),
         example=_example,
     )

@@ -218,7 +218,10 @@ register_kernel(
         name="rope",
         op=rope,
         reference=reference,
-        patterns=(_apply_rotary_pos_emb, Form(_with_heads, op=rope_by_broadcast)),
+        patterns=(
+            _apply_rotary_pos_emb,
+            Form(_with_heads, op=rope_by_broadcast, placement="bhsD, bgsD, bNsR, bNsR -> bhsD, bgsD"),
+        ),
         returns="as q * cos and k * cos",
         placement="bhsD, bgsD, bsR, bsR -> bhsD, bgsD",
         features=("half-rotated form", "interleaved form", "fewer heads of keys", "narrower than a head"),

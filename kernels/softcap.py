@@ -133,6 +133,7 @@ register_kernel(
         patterns=(_divided_and_multiplied,),
         returns="as x / cap",
         placement="...h -> ...h",
+        splits=lambda x, cap: not isinstance(cap, Tensor),
         example=_example,
     )
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slapo_py.errors import NoMatchError, RegistryError
+from slapo_py.layouts.lines import give_line, take_line
 
 Function = Callable[..., Any]
 FLOATS = ("float32", "bfloat16", "float16")
@@ -21,11 +22,13 @@ class Form:
     op: what runs in its place, called with the pattern's inputs by position and its named wild literals by keyword;
         None stands for the kernel's own op.
     keywords: plain values that it is given as well.
+    placement: the line of labels of `op`, as in `Kernel`; None stands for the kernel's own.
     """
 
     pattern: Function
     op: Function | None = None
     keywords: Mapping[str, Any] = field(default_factory=dict)
+    placement: str | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Kernel:
         small letter splits, under a capital never; `...` are leading dims, that split like small letters. An output
         that lacks a split label is a partial sum; a plain value has no labels. Empty: only whole values. Of
         layer_norm: `...H, H, H -> ...H`.
+    splits: `splits(*arguments) -> bool`: whether that line is right for these arguments; None: for all. Where it isn't,
+        only whole values are taken.
     features: what it can do beyond the plain formula, in words: "dropout", "tanh form", "boolean mask".
     example: `example(rows, width, dtype, device) -> arguments`: the op's arguments by position, of about rows x width
         elements (rows may be 0), tensors that are learned requiring gradients; for benchmarks, ahead-of-time
@@ -56,6 +61,7 @@ class Kernel:
     accumulates: str = "float32"
     returns: str = "as the reference"
     placement: str = ""
+    splits: Function | None = None
     features: tuple[str, ...] = ()
     example: Callable[[int, int, torch.dtype, str], tuple[Any, ...]] | None = None
 
@@ -69,7 +75,13 @@ class Kernel:
     def forms(self) -> tuple[Form, ...]:
         """The patterns, each with what runs in its place."""
         given = (one if isinstance(one, Form) else Form(one) for one in self.patterns)
-        return tuple(Form(one.pattern, one.op or self.op, one.keywords) for one in given)
+        return tuple(
+            Form(
+                one.pattern, one.op or self.op, one.keywords,
+                self.placement if one.placement is None else one.placement,
+            )
+            for one in given
+        )  # fmt: skip
 
 
 _TABLE: dict[str, Kernel] = {}
@@ -83,12 +95,16 @@ def register_kernel(kernel: Kernel) -> Kernel:
             f'slapo_py.kernels.unregister_kernel("{kernel.name}").'
         )
     _TABLE[kernel.name] = kernel
+    for form in (Form(kernel.op, kernel.op, placement=kernel.placement), *kernel.forms):
+        give_line(form.op or kernel.op, form.placement or "", kernel.splits)
     return kernel
 
 
 def unregister_kernel(name: str) -> None:
     """Take a kernel away again. Raises `NoMatchError` if there is none of this name."""
-    find_kernel(name)
+    kernel = find_kernel(name)
+    for op in (kernel.op, *(form.op for form in kernel.forms)):
+        take_line(op or kernel.op)
     del _TABLE[name]
 
 

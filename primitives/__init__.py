@@ -6,6 +6,7 @@ from slapo_py.primitives.checkpoint import Checkpoint
 from slapo_py.primitives.compile import Compile
 from slapo_py.primitives.configure import Configure
 from slapo_py.primitives.decompose import Decompose
+from slapo_py.primitives.fork_rng import ForkRng
 from slapo_py.primitives.fuse import Fuse
 from slapo_py.primitives.group import Group
 from slapo_py.primitives.reduce_grad import ReduceGrad
@@ -21,6 +22,7 @@ __all__ = [
     "Compile",
     "Configure",
     "Decompose",
+    "ForkRng",
     "Fuse",
     "Group",
     "ReduceGrad",

@@ -2,7 +2,7 @@
 
 from slapo_py.decomposed import KINDS, Decomposed, parts_of
 from slapo_py.errors import ArgumentError, StepError
-from slapo_py.places import check_forward
+from slapo_py.places import check_called, check_forward
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
 from slapo_py.schedule import Schedule
@@ -54,6 +54,7 @@ class Decompose(Primitive):
                     f'Take that step back and write sch["{place.path}"].decompose() before '
                     f"{traced}.trace(flatten=True)."
                 )
+        check_called(place, "decompose")
 
     def apply(self, place: Schedule) -> None:
         dress(place.module, Decomposed())

@@ -37,14 +37,10 @@ class ReduceGrad(Primitive):
                     f"{where}: there is no parameter {name!r} here. Parameters with such names: "
                     f"{', '.join(map(repr, close)) or 'none'}."
                 )
-            if _first(place, here[name]) in reduced_of(place.root, axis):
+            if place.root.first_name(here[name]) in reduced_of(place.root, axis):
                 raise StepError(f'{where}: the gradient of {name!r} is summed over "{axis}" already. Leave this out.')
 
     def apply(self, place: Schedule, *params: str, axis: str = "tp") -> None:
         here = dict(place.module.named_parameters(remove_duplicate=False))
         for name in params:
-            place.root.annotations.setdefault(_first(place, here[name]), {})[reduce_tag(axis)] = True
-
-
-def _first(place: Schedule, parameter: nn.Parameter) -> str:
-    return next(name for name, one in place.root.copy.named_parameters() if one is parameter)
+            place.root.annotations.setdefault(place.root.first_name(here[name]), {})[reduce_tag(axis)] = True

@@ -62,7 +62,6 @@ def _split(
     if not isinstance(axis, str) or not axis.isidentifier():
         raise ArgumentError(f'{where}: axis must be the name of a mesh axis, as "tp", found {axis!r}.')
     here: dict[str, nn.Parameter] = dict(place.module.named_parameters(remove_duplicate=False))
-    first = {id(one): name for name, one in place.root.copy.named_parameters()}
     held = placements_of(place.root, axis)
     found: dict[str, Shard] = {}
     for name in params:
@@ -73,7 +72,7 @@ def _split(
                 f"{', '.join(map(repr, close)) or 'none'}."
             )
         shard = _placement(f"{where}: {name!r}", place, name, here[name], dim, parts)
-        known = first[id(here[name])]
+        known = place.root.first_name(here[name])
         if known in held:
             raise ShardError(
                 f'{where}: {name!r} ({known!r}) is {held[known]} on "{axis}" already. Leave this step out, or take the '

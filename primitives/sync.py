@@ -1,6 +1,7 @@
 """`sch[path].sync("output", "all_reduce")`: a collective where a tensor enters or leaves a module."""
 
 from slapo_py.errors import ArgumentError, StepError
+from slapo_py.layouts.rows import BATCH
 from slapo_py.layouts.syncs import AUTO, COLLECTIVES, Sync
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
@@ -13,8 +14,9 @@ class SyncBorder(Primitive):
 
     at: "input" or "output"; index: which of the tensors there, counted from 0. value: "all_reduce", "all_gather",
     "reduce_scatter", "all_to_all", "split" or None. grad: the same, or "auto": the one that fits, which `sch.check()`
-    works out. dim: the dim that is split after (before, for all_gather), in `parts` blocks. It is recorded, and takes
-    effect in `build`.
+    works out. dim: the dim that is split after (before, for all_gather), in `parts` blocks. Where batch and sequence
+    are one dim, parts is "batch": as many blocks as the first tensor has rows that enters the module around. It is
+    recorded, and takes effect in `build`.
 
     Requires: no sync at this border on this axis yet. Raises `ArgumentError`, `StepError`.
     """
@@ -31,7 +33,7 @@ class SyncBorder(Primitive):
         dim: int | None = None,
         axis: str = "tp",
         index: int = 0,
-        parts: int = 1,
+        parts: int | str = 1,
     ) -> None:
         where = f'sync at "{place.path}"'
         if at not in ("input", "output"):
@@ -43,6 +45,10 @@ class SyncBorder(Primitive):
             raise ArgumentError(f'{where}: does nothing. Write sync("{at}", "all_reduce"), say.')
         if value in ("all_gather", "reduce_scatter", "all_to_all", "split") and dim is None:
             raise ArgumentError(f'{where}: {value} needs the dim: sync("{at}", "{value}", dim=1).')
+        if isinstance(parts, str) and (parts != BATCH or dim not in (0, None)):
+            raise ArgumentError(
+                f'{where}: parts must be a number, or "batch" with dim=0, found parts={parts!r} with dim={dim!r}.'
+            )
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ArgumentError(f'{where}: axis must be the name of a mesh axis, as "tp", found {axis!r}.')
         if _key(at, index, axis) in place.root.syncs.get(place.path, {}):
@@ -60,7 +66,7 @@ class SyncBorder(Primitive):
         dim: int | None = None,
         axis: str = "tp",
         index: int = 0,
-        parts: int = 1,
+        parts: int | str = 1,
     ) -> None:
         made = Sync(at, index, axis, value, grad, dim, parts)
         place.root.syncs.setdefault(place.path, {})[_key(at, index, axis)] = made

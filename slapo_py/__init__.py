@@ -5,9 +5,11 @@ from slapo_py import params as params
 from slapo_py import primitives as primitives  # registers them; the only place that pulls them in
 from slapo_py.backends.base import Engine
 from slapo_py.build import build
+from slapo_py.build.own_init import own_init
 from slapo_py.codec import per_rank
 from slapo_py.compare import compare
-from slapo_py.errors import ScheduleError, VerificationError
+from slapo_py.distributed.launch import World, launch
+from slapo_py.errors import RankError, ScheduleError, VerificationError
 from slapo_py.history import History, Step
 from slapo_py.layouts.placement import Partial, Placement, Replicate, Shard
 from slapo_py.layouts.plan import Plan, plan
@@ -28,6 +30,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Primitive",
+    "RankError",
     "Replicate",
     "Schedule",
     "ScheduleError",
@@ -35,15 +38,18 @@ __all__ = [
     "Shard",
     "Step",
     "VerificationError",
+    "World",
     "build",
     "call",
     "compare",
     "create_schedule",
     "kernels",
+    "launch",
     "list_primitives",
     "missed_guards",
     "misses",
     "nth",
+    "own_init",
     "params",
     "pattern",
     "per_rank",

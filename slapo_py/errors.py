@@ -87,3 +87,12 @@ class VerificationError(ScheduleError):
     """A scheduled model does not compute what the original does; `report` holds all that was compared."""
 
     report: Any = None
+
+
+class RankError(ScheduleError):
+    """A process that runs for this one has raised, ended, or given no answer. rank: which; where many did, the first.
+
+    Its own error is the cause (`__cause__`), if it could be sent.
+    """
+
+    rank: int = -1

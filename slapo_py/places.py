@@ -60,7 +60,7 @@ def _tensors(place: "Schedule") -> Iterator[tuple[str, Tensor]]:
 
 
 def check_called(place: "Schedule", primitive: str) -> None:
-    """Refuse a module that is part of a flattened graph: it is not called any more, so nothing around it would run."""
+    """Refuse a module that is part of a graph above it: it is not called any more, so nothing around it would run."""
     kind = bare(place.module).__name__
     parts = place.path.split(".") if place.path else []
     for depth in range(len(parts)):
@@ -70,4 +70,10 @@ def check_called(place: "Schedule", primitive: str) -> None:
             raise StepError(
                 f'{primitive} at "{place.path}": this {kind} is part of the flattened graph of "{above}" and is not '
                 f'called any more. Keep it a call: sch["{above}"].trace(flatten=True, leaves=["{below}"]).'
+            )
+        ends = range(depth + 1, len(parts) + 1)
+        if trace is not None and any(trace.takes_in(".".join(parts[depth:end])) for end in ends):
+            raise StepError(
+                f'{primitive} at "{place.path}": a step on the graph of "{above}" has taken in what this {kind} does, '
+                f'and it is not called any more. Take that step back: sch.blame("{above}") lists the steps.'
             )

@@ -4,26 +4,31 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.grouped import extract
+from slapo_py.layouts.kept import check_syncs_kept
 from slapo_py.matches import occurrences
 from slapo_py.params import is_source, named_in
 from slapo_py.patterns import Attribute, Occurrence
 from slapo_py.patterns.rewrite import Group, Make, NodeOf, contract
-from slapo_py.schedule import Schedule
 from slapo_py.scheduled import dress
 from slapo_py.tracing.reads import dotted
 from slapo_py.tracing.trace import Trace, trace_of
 
+if TYPE_CHECKING:
+    from slapo_py.schedule import Schedule
+
 Put = tuple[Callable[..., Any], Mapping[str, Any]]
 
 
-def with_function(place: Schedule, found: Sequence[Occurrence], function: Callable[..., Any], primitive: str) -> Trace:
+def with_function(
+    place: "Schedule", found: Sequence[Occurrence], function: Callable[..., Any], primitive: str
+) -> Trace:
     """The place's trace with a call of `function` for each match: its inputs by position, named wilds by keyword.
 
     Raises: ArgumentError, if the function can't be called so or would lose parameters; StepError, if the calls can't
@@ -33,7 +38,7 @@ def with_function(place: Schedule, found: Sequence[Occurrence], function: Callab
 
 
 def with_functions(
-    place: Schedule, found: Sequence[Occurrence], puts: Sequence[Put], primitive: str, label: str = ""
+    place: "Schedule", found: Sequence[Occurrence], puts: Sequence[Put], primitive: str, label: str = ""
 ) -> Trace:
     """The same with a function of its own for each match, and plain values that it is given by keyword as well.
 
@@ -63,7 +68,7 @@ def with_functions(
 
 
 def with_submodules(
-    place: Schedule, found: Sequence[Occurrence], names: Sequence[str], primitive: str, params: Any = None
+    place: "Schedule", found: Sequence[Occurrence], names: Sequence[str], primitive: str, params: Any = None
 ) -> Trace:
     """The place's trace with a call of the submodule `names[i]` (registered later) for match i.
 
@@ -85,7 +90,7 @@ def with_submodules(
 
 
 def with_groups(
-    place: Schedule, found: Sequence[Occurrence], names: Sequence[str], primitive: str
+    place: "Schedule", found: Sequence[Occurrence], names: Sequence[str], primitive: str
 ) -> tuple[Trace, list[nn.Module]]:
     """The place's trace with each match as a call of a submodule made of its operations, and those submodules."""
     checks = place._trace().checks
@@ -100,7 +105,7 @@ def with_groups(
     return trace, [module for module, _, _ in extracted]
 
 
-def check_groups(place: Schedule, what: Any, names: Sequence[str] | str, primitive: str) -> None:
+def check_groups(place: "Schedule", what: Any, names: Sequence[str] | str, primitive: str) -> None:
     """Refuse to make submodules of matches, or accept it. `names`: one for each match, or the stem of such names."""
     place._trace()
     found = occurrences(place, what, primitive)
@@ -110,7 +115,7 @@ def check_groups(place: Schedule, what: Any, names: Sequence[str] | str, primiti
     with_groups(place, found, names, primitive)
 
 
-def make_groups(place: Schedule, what: Any, names: Sequence[str] | str, primitive: str) -> dict[str, nn.Module]:
+def make_groups(place: "Schedule", what: Any, names: Sequence[str] | str, primitive: str) -> dict[str, nn.Module]:
     """Make a submodule of each match. Returns them by their path. Only after `check_groups`."""
     found = occurrences(place, what, primitive)
     names = fresh_names(place, names, len(found)) if isinstance(names, str) else names
@@ -124,7 +129,7 @@ def make_groups(place: Schedule, what: Any, names: Sequence[str] | str, primitiv
     return dict(zip(paths, modules, strict=True))
 
 
-def check_name(place: Schedule, name: Any, primitive: str) -> None:
+def check_name(place: "Schedule", name: Any, primitive: str) -> None:
     """Refuse a name that no new submodule of a traced place can have."""
     where = f'{primitive} at "{place.path}"'
     if not isinstance(name, str) or not name.isidentifier() or name == "self":
@@ -141,7 +146,7 @@ def check_name(place: Schedule, name: Any, primitive: str) -> None:
         )
 
 
-def fresh_names(place: Schedule, stem: str, count: int) -> list[str]:
+def fresh_names(place: "Schedule", stem: str, count: int) -> list[str]:
     """Names for new submodules: `fused_0`, `fused_1` ..., those that are taken left out."""
     names: list[str] = []
     number = 0
@@ -171,7 +176,7 @@ class Called:
 
 
 def _rewritten(
-    place: Schedule,
+    place: "Schedule",
     found: Sequence[Occurrence],
     make: Make,
     primitive: str,
@@ -185,6 +190,8 @@ def _rewritten(
         graph, calls = contract(module, trace.graph, [_group(one) for one in found], make)
     except StepError as error:
         raise StepError(f'{primitive} at "{place.path}": {error}.') from None
+    if place.root.syncs:
+        check_syncs_kept(place, trace, graph, f'{primitive} at "{place.path}"')
     checks: dict[str, tuple[str, str]] = {}
     for one, call in zip(found, calls, strict=True):
         checks.update(_checks(trace, one, call, f'{primitive} at "{place.path}": {name}'))
@@ -265,7 +272,7 @@ def _check_takes(where: str, function: Callable[..., Any], one: Occurrence, keyw
         ) from None
 
 
-def _check_mode(place: Schedule, where: str, name: str, one: Occurrence) -> None:
+def _check_mode(place: "Schedule", where: str, name: str, one: Occurrence) -> None:
     """Refuse a function that stands for a dropout and isn't told whether to drop: it would do so in eval mode, too."""
     given = [getattr(value, "target", "") for value in (*one.inputs.values(), *one.wilds.values())]
     if any(map(_is_mode, given)):

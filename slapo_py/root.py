@@ -38,6 +38,7 @@ class Root:
         """Collectives at the borders of modules, by path and by where they stand."""
         self._removed: dict[str, Step] = {}
         self._names: dict[int, str] | None = None
+        self._parameters: dict[int, tuple[nn.Parameter, str]] | None = None
         self._tracer: Tracer | None = None
         self._depth = 0
 
@@ -58,9 +59,9 @@ class Root:
         """The cursor at a path. Raises `PathError`."""
         return self._at(self, self.canonical(path))
 
-    def fresh(self) -> "Schedule":
-        """A schedule of the same original without steps."""
-        return Root(self.original, self.example_inputs, self._at).cursor("")
+    def fresh(self, original: nn.Module | None = None) -> "Schedule":
+        """A schedule without steps of the same original, or of another one like it."""
+        return Root(original or self.original, self.example_inputs, self._at).cursor("")
 
     # Paths
 
@@ -72,6 +73,19 @@ class Root:
         if self._names is None or self._names.get(id(module)) is None:
             self._names = {id(one): name for name, one in self.copy.named_modules()}
         return self._names[id(module)]
+
+    def first_name(self, parameter: nn.Parameter) -> str:
+        """The first name, in model order, of a parameter of the copy."""
+        held = (self._parameters or {}).get(id(parameter))
+        if held is None or self._depth > 1:  # a larger step may be about to change the modules
+            self._parameters = {id(one): (one, name) for name, one in self.copy.named_parameters()}
+            held = self._parameters[id(parameter)]
+        owner, _, last = held[1].rpartition(".")
+        module = self.find(owner)
+        if module is not None and module._parameters.get(last) is parameter:
+            return held[1]
+        self._parameters = None
+        return self.first_name(parameter)
 
     def module(self, path: str) -> nn.Module:
         """The copy's module at the path of a cursor, which existed when the cursor was made."""
@@ -138,12 +152,14 @@ class Root:
             if snapshot.restore():
                 self._forget()
             self.history = history
-            self._names = None
+            self._names = self._parameters = None
             raise
 
     def record(self, step: Step, before: dict[str, int]) -> None:
         """Append a step, unless it is part of a larger one, and note the places that it removed."""
         self.note_removed(step, before)
+        if not TABLE[step.primitive].structural:
+            self._parameters = None
         if self._depth == 0:
             self.history = History((*self.history, step))
 
@@ -168,6 +184,7 @@ class Root:
         training = {name: one.training for name, one in self.copy.named_modules(remove_duplicate=False)}
         self.copy, self.history = clone(self.original), History()
         self.annotations, self.syncs, self._removed, self._names = {}, {}, {}, None
+        self._parameters = None
         if not all(step.primitive in TABLE and TABLE[step.primitive].structural for step in held[1]):
             self._forget()
         try:
@@ -176,6 +193,7 @@ class Root:
                 one.training = training.get(name, one.training)
         except BaseException:
             self.copy, self.history, self.annotations, self.syncs, self._removed, self._names = held
+            self._parameters = None
             self._forget()
             raise
 

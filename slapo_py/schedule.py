@@ -234,11 +234,12 @@ class Schedule:
 
     # Layouts
 
-    def check(self, axis: str = "tp", ranks: int = 2) -> "list[Fault]":
-        """What is wrong with the split parameters and syncs at and below this place on one mesh axis; [] if they fit.
+    def check(self, axis: str | None = None, ranks: "int | Mapping[str, int]" = 2) -> "list[Fault]":
+        """What is wrong with the split parameters and syncs at and below this place; [] if they fit.
 
-        Each fault says where, which placements were found and needed, and the line to write. ranks: the size of the
-        axis for which sizes are looked at. Raises `TraceError`, `NoExampleInputs`.
+        Each fault says where, which placements were found and needed, and the line to write. axis: the mesh axis that
+        is looked at; None: each that the schedule uses. ranks: the size of every axis for which sizes are looked at, or
+        of each by name. Raises `ArgumentError`, `TraceError`, `NoExampleInputs`.
         """
         with random_states_kept():
             from slapo_py.layouts.check import check
@@ -250,7 +251,7 @@ class Schedule:
 
         pins: placements of what enters modules, by path from here: sequence parallelism is one pin,
         `{"model.layers.0": slapo.Shard(1)}`. All or nothing. Raises `PlacementError` where a conversion or a literal
-        size has no place, `TraceError`, `NoExampleInputs`.
+        size has no place, `ShardError` for heads that do not divide, `TraceError`, `NoExampleInputs`.
         """
         with random_states_kept():
             from slapo_py.layouts.auto import auto_sync
@@ -261,18 +262,22 @@ class Schedule:
 
     # Verifying
 
-    def verify(self, *, steps: int = 1, seed: int = 0) -> "Report":
+    def verify(
+        self, *, steps: int = 1, seed: int = 0, mesh: "Mapping[str, int] | None" = None, simulate: bool = False
+    ) -> "Report":
         """Run the original and the scheduled model side by side on private copies, and grade every difference.
 
         Outputs, gradients, buffers, random states, names, ties and flags are compared in train and eval mode, at
         several batch sizes, in several dtypes, over calls in a row and `steps` optimizer steps. At a place below, that
-        module alone. Returns a report with a `grade`, "equal" or "rounding", that prints as a table. Raises
-        `VerificationError` for a bug, which names the module and the step; `NoExampleInputs`, `ArgumentError`.
+        module alone. `mesh={"tp": 2}` runs the schedule on two processes of this machine, `mesh={"tp": 2},
+        simulate=True` as two ranks in lock step in this one, with its own collectives and no others. Returns a report
+        with a `grade`, "equal" or "rounding", that prints as a table. Raises `VerificationError` for a bug, which names
+        the module and the step; `RankError`, `NoExampleInputs`, `ArgumentError`.
         """
         with random_states_kept():  # what is imported here may draw
             from slapo_py.verify import verify
 
-        return verify(self, steps=steps, seed=seed)
+        return verify(self, steps=steps, seed=seed, mesh=mesh, simulate=simulate)
 
     # Printing
 

@@ -1,5 +1,6 @@
 """All or nothing: what a step may change is noted before it runs and put back if it raises."""
 
+import functools
 import gc
 import random
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from slapo_py.clone import ATOMIC
 
 _DICTS = (dict, OrderedDict, defaultdict)
+_ATOMS = (*ATOMIC, nn.Module, types.MethodType)
 
 
 class Snapshot:
@@ -46,7 +48,7 @@ class Snapshot:
 
     def _note(self, value: Any, seen: set[int]) -> Iterable[Any]:
         """Note one object; returns what to look at next."""
-        if isinstance(value, (*ATOMIC, nn.Module, types.MethodType)) or id(value) in seen:
+        if isinstance(value, _ATOMS) or id(value) in seen:
             return ()
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -63,7 +65,8 @@ class Snapshot:
             return list(value)
         attributes = getattr(value, "__dict__", None)
         found = [attributes] if type(attributes) is dict else []
-        slots = {name: getattr(value, name, _EMPTY) for name in _slot_names(type(value))}
+        kind: Any = type(value)
+        slots = {name: getattr(value, name, _EMPTY) for name in _slot_names(kind)}
         if slots:
             self._slots.append((value, slots))
         return [*found, *slots.values()]
@@ -124,6 +127,7 @@ def random_states_kept() -> Iterator[None]:
 _EMPTY = object()
 
 
+@functools.lru_cache(maxsize=1024)
 def _slot_names(cls: type) -> tuple[str, ...]:
     """The attributes that instances keep in slots, not in `__dict__`."""
     return tuple(

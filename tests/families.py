@@ -1,4 +1,4 @@
-"""Seven model families, tiny and from config, as their schedules are written: BERT to Gemma 2."""
+"""Model families, tiny and from config, as their schedules are written: BERT to a wide residual network."""
 
 from typing import Any
 
@@ -6,23 +6,29 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from tests import zoo
+
 
 def token_ids(batch: int = 2, length: int = 8) -> Tensor:
     return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
 
 
-def padded() -> dict[str, Tensor]:
-    mask = torch.ones(2, 8, dtype=torch.long)
-    mask[1, 4:] = 0  # without padding an encoder makes no mask
-    return {"input_ids": token_ids(), "attention_mask": mask}
+def padded(batch: int = 2, length: int = 8) -> dict[str, Tensor]:
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[1, length // 2 :] = 0  # without padding an encoder makes no mask
+    return {"input_ids": token_ids(batch, length), "attention_mask": mask}
 
 
-def decoder() -> dict[str, Any]:
-    return {"input_ids": token_ids(), "use_cache": False}
+def decoder(batch: int = 2, length: int = 8) -> dict[str, Any]:
+    return {"input_ids": token_ids(batch, length), "use_cache": False}
 
 
-def pair() -> dict[str, Any]:
-    return {**padded(), "decoder_input_ids": token_ids(2, 6), "use_cache": False}
+def pair(batch: int = 2, length: int = 8) -> dict[str, Any]:
+    return {**padded(batch, length), "decoder_input_ids": token_ids(batch, length - 2), "use_cache": False}
+
+
+def image(batch: int = 2, length: int = 16) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(batch, 3, length, length, generator=torch.Generator().manual_seed(0))}
 
 
 _LLAMA = {
@@ -71,3 +77,22 @@ def qwen3(attention: str) -> nn.Module:
 def gemma2(attention: str) -> nn.Module:
     config = hf.Gemma2Config(**_LLAMA, sliding_window=4, query_pre_attn_scalar=8, attn_implementation=attention)
     return hf.Gemma2ForCausalLM(config)
+
+
+def mixtral(attention: str) -> nn.Module:
+    # Other implementations of the experts look at the routing: what they compute depends on data.
+    experts = {"num_local_experts": 4, "experts_implementation": "batched_mm"}
+    config = hf.MixtralConfig(**_LLAMA, **experts, attention_dropout=0.1, attn_implementation=attention)
+    return hf.MixtralForCausalLM(config)
+
+
+def vit(attention: str) -> nn.Module:
+    config = hf.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4,
+        num_labels=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, attn_implementation=attention,
+    )  # fmt: skip
+    return hf.ViTForImageClassification(config)
+
+
+def wide_resnet(attention: str) -> nn.Module:
+    return zoo.WideResNet()

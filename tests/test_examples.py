@@ -1,8 +1,11 @@
 """Every example runs, and says what it promises."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,3 +65,47 @@ def test_fused_qkv(tmp_path: Path) -> None:
     fused, plain = (float(part.split()[-1]) for part in text.split("after 20 steps: ")[1].split("\n")[0].split(","))
     assert abs(fused - plain) < 1e-4 * abs(plain)
     assert "1.q.weight 1.q.bias 1.k.weight" in text and "1.qkv" not in text.split("keys of the checkpoint:")[1]
+
+
+def test_layouts(tmp_path: Path) -> None:
+    text = run(f"{load('layouts')}; layouts.main()", tmp_path)
+    line = 'Write: sch["up"].sync("input", None, grad="all_reduce")'
+    assert f'forgotten: the gradient of input 0 of "up" is P and is needed R: all_reduce is missing. {line}' in text
+    assert "faults now: []" in text and "faults there: []" in text
+    assert 'sch["up"].sync("input", grad="all_reduce")' in text
+    assert 'elsewhere: input 0 of "norm": all_reduce of a gradient that is R: it becomes 2 times too large.' in text
+    assert "backward: all_reduce" in text
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """The losses of one process, and a run that goes on at another world size."""
+    alone = _on_mesh(tmp_path / "alone", 1, "--steps", "22")
+    split = _on_mesh(tmp_path / "split", 2, "--steps", "11")
+    assert "calls that missed a trace: {}" in split
+    assert "training on {'dp': 1, 'tp': 2}" in split
+    resumed = _on_mesh(tmp_path / "split", 1, "--steps", "22", "--resume")
+    expected, found = _losses(alone), _losses(split) | _losses(resumed)
+    assert list(found) == list(expected) == [0, 10, 20, 21]
+    assert all(abs(found[step] - expected[step]) < 1e-5 for step in expected)
+    assert expected[21] < expected[0] - 1
+
+
+@pytest.mark.slow
+def test_tensor_and_data_parallel(tmp_path: Path) -> None:
+    expected = _losses(_on_mesh(tmp_path / "alone", 1, "--steps", "11"))
+    found = _losses(_on_mesh(tmp_path / "split", 4, "--steps", "11", "--dp", "2"))
+    assert all(abs(found[step] - expected[step]) < 1e-5 for step in expected)
+
+
+def _on_mesh(out: Path, ranks: int, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "examples" / "tensor_parallel.py"), "--out", str(out), *arguments]
+    if ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *torchrun, *command[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _losses(printed: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss ([\d.]+)", printed)}

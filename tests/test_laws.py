@@ -397,7 +397,7 @@ REFUSALS: dict[str, Refusal] = {
     "unregister": (lambda h: slapo.unregister("marc"), RegistryError, "no such primitive"),
     "build of a place": (lambda h: slapo.build(h.sch[h.case.block]), BuildError, "takes the whole schedule"),
     "build of a model": (lambda h: slapo.build(h.model), BuildError, "needs a schedule"),  # type: ignore[arg-type]
-    "build with a mesh": (lambda h: slapo.build(h.sch, mesh=1), BuildError, "mesh= is not supported"),  # type: ignore[call-overload]
+    "build with a mesh": (lambda h: slapo.build(h.sch, mesh=1), BuildError, "mesh= takes sizes by axis"),  # type: ignore[call-overload]
     "build for no target": (lambda h: slapo.build(h.sch, clip=1.0), BuildError, "no target is named"),  # type: ignore[call-overload]
     "build for another target": (
         lambda h: slapo.build(h.sch, target="abacus"), BuildError, "abacus",  # type: ignore[call-overload]

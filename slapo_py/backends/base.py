@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from slapo_py.distributed.mesh import Mesh
 from slapo_py.errors import BuildError
 from slapo_py.tracing import missed_guards, misses
 
@@ -26,6 +27,8 @@ class Training:
     precision: str = "fp32"
     clip: float | None = None
     inputs: Callable[[Any], Any] | None = None
+    data_parallel: str = "ddp"
+    logical_masks: bool = False
 
     @classmethod
     def checked(cls, **options: Any) -> "Training":
@@ -48,6 +51,11 @@ class Training:
             raise BuildError(f"build: micro_batches={parts!r}: write a whole number from 1.")
         if options["precision"] not in ("fp32", "bf16"):
             raise BuildError(f'build: precision={options["precision"]!r}: write precision="fp32" or precision="bf16".')
+        if options["data_parallel"] not in ("ddp", "fsdp"):
+            raise BuildError(
+                f'build: data_parallel={options["data_parallel"]!r}: write data_parallel="ddp" (every rank has the '
+                f'parameters whole) or "fsdp" (every rank has a part of them).'
+            )
         clip = options["clip"]
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not clip > 0):
             raise BuildError(f"build: clip={clip!r}: write a number above 0, or clip=None for no clipping.")
@@ -73,6 +81,9 @@ class Engine(abc.ABC):
     A step is: split the batch, for each part forward, `loss` and backward, divide once by the global `count`, take
     the gradient's norm, clip if asked, step the optimizer and the scheduler. Nothing is skipped: a loss that is not
     finite is returned as it is, and its gradients are used.
+
+    On a mesh a rank that raises or is killed leaves no other waiting: those that hear of it raise, with a note that
+    names it, and one that waits 15 s for it in a call says so on stderr and ends (`slapo_py.distributed.failures`).
     """
 
     target: ClassVar[str]
@@ -83,13 +94,16 @@ class Engine(abc.ABC):
     scheduler: Any
     """What the scheduler factory returned, or None."""
     training: Training
+    mesh: Mesh | None
+    """The mesh that it was built on; None for one process."""
     grad_norm: torch.Tensor | None
     """Global L2 norm of the last step's gradient, before clipping. None before the first step."""
     step_count: int
     """Optimizer steps taken."""
 
-    def __init__(self, module: nn.Module, training: Training) -> None:
+    def __init__(self, module: nn.Module, training: Training, mesh: Mesh | None = None) -> None:
         self.module = module
+        self.mesh = mesh
         self.training = training
         self.scheduler = None
         self.grad_norm = None
@@ -119,23 +133,32 @@ class Engine(abc.ABC):
         """The mean loss over the batch in eval mode, without gradients. Modes are put back. Raises: EngineError."""
 
     @abc.abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The model's state under the original's names, in whole shapes: loads strictly into the original.
 
         With precision="bf16" these are the float32 values. Tensors are the live ones, as in `nn.Module.state_dict`.
+        On a mesh every rank must call it, and each gets copies of all parameters. `whole=False` gives, for each
+        tensor, a `slapo_py.backends.parts.Part`: what this rank holds, the shape of the whole, and where in it that
+        lies. These are the live ones, but for parameters that replace(params=...) has made of others.
         """
 
     @abc.abstractmethod
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write model, optimizer, scheduler, random states and step count to a folder, all or nothing.
 
-        Killed at any moment, the folder's previous state is whole. Raises: CheckpointError.
+        Killed at any moment, the folder's previous state is whole. On a mesh every rank must call it with the same
+        folder, on a disk that they share; each writes its own parts, and where one fails, all raise. Buffers and what
+        modules keep as extra state are those of rank 0. Raises: CheckpointError.
         """
 
     @abc.abstractmethod
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Take all that `save` wrote, the process's random states too. Refused, it changes nothing.
+        """Take all that `save` wrote, the process's random states too. Refused, it changes nothing, on no rank.
 
+        One process and any mesh can load what any other has saved; on a mesh every rank must call it. On the mesh that
+        it comes from, each rank has its own random state again. On another one, ranks of one place on "dp" have that
+        of the first rank that was at this place; where there was none, that of rank 0, set apart by the place if the
+        places that there were had states of their own.
         Raises: CheckpointError, naming what is missing or does not fit.
         """
 

@@ -3,36 +3,107 @@
 `write` fills a hidden sibling (`.NAME.saving`), ends it with a marker that lists every file, and swaps it in by two
 renames; the folder before stays whole as `.NAME.previous` until the new one is in place. Killed between the renames,
 `find` takes the newer sibling that is whole, and the next `write` puts it in place.
+
+On a mesh every rank fills the same folder with files of its own; the first rank makes it, and writes the marker and
+renames after all have finished. Where one rank fails, the folder before stays.
 """
 
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from slapo_py.backends.together import ALONE, Together
 from slapo_py.errors import CheckpointError
 
 MARKER = "slapo.json"
-FORMAT = 1
+FORMAT = 2
 _CHUNK = 1 << 22
 
+T = TypeVar("T")
 
-def write(directory: str | os.PathLike[str], fill: Callable[[Path], dict[str, Any]]) -> None:
-    """Let `fill(folder)` write files; what it returns is kept in the marker. Raises: CheckpointError."""
-    target = Path(directory).resolve()
+
+def write(
+    directory: str | os.PathLike[str], fill: Callable[[Path], tuple[list[str], dict[str, Any]]], together: Together
+) -> None:
+    """Let `fill(folder)` write files: it returns those of this rank, and what is kept in the marker.
+
+    A collective call. Raises: CheckpointError, on all ranks where one fails.
+    """
+    target = _same(directory, "save", together)
     saving, previous = _siblings(target)
+    together.from_first(lambda: _on_disk(lambda: _prepare(target, saving, previous)), "save")
+    try:
+        written, facts = together.agreed(lambda: _on_disk(lambda: _written(saving, fill)), "save")
+    except CheckpointError:
+        if together.first:  # what is half written may have filled the disk
+            shutil.rmtree(saving, ignore_errors=True)
+        raise
+    files = dict(sorted(one for some in together.every(written, "save") for one in some.items()))
+    together.from_first(lambda: _on_disk(lambda: _replace(target, saving, previous, files, facts)), "save")
+
+
+def find(directory: str | os.PathLike[str], together: Together = ALONE) -> tuple[Path, dict[str, Any]]:
+    """The whole folder under this name and its marker. A collective call: each rank reads a share of the files.
+
+    Raises: CheckpointError, naming what is wrong.
+    """
+    target = _same(directory, "load", together)
+    place = together.from_first(lambda: _whole_of(target), "load")
+    marker = together.from_first(lambda: _read_marker(place), "load")
+    share = list(marker["files"].items())[together.rank :: together.ranks]
+    together.agreed(lambda: _check_files(place, share), "load")
+    return place, marker
+
+
+def _same(directory: str | os.PathLike[str], what: str, together: Together) -> Path:
+    """The folder that all ranks name."""
+    target = Path(directory).resolve()
+    for rank, one in enumerate(together.every(str(target), what)):
+        if one != str(target):
+            raise CheckpointError(
+                f"{what}: rank {rank} was given {one!r} and rank {together.rank} {str(target)!r}. "
+                f"Give all ranks the same folder, on a disk that they share."
+            )
+    return target
+
+
+def _on_disk(act: Callable[[], T]) -> T:
+    try:
+        return act()
+    except OSError as error:
+        raise CheckpointError(f"save: {error}. What was saved before is still there, and is whole.") from error
+
+
+def _prepare(target: Path, saving: Path, previous: Path) -> None:
     _check_ours(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     _settle(target, saving, previous)
     saving.mkdir()
-    facts = fill(saving)
+
+
+def _written(
+    saving: Path, fill: Callable[[Path], tuple[list[str], dict[str, Any]]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What this rank has written, on the disk for good."""
+    names, facts = fill(saving)
     files = {}
-    for file in _files(saving):
+    for file in names:
         _sync(saving / file)
         files[file] = {"bytes": (saving / file).stat().st_size, "crc32": _crc(saving / file)}
+    return files, facts
+
+
+def _replace(target: Path, saving: Path, previous: Path, files: dict[str, Any], facts: dict[str, Any]) -> None:
+    for file, known in files.items():
+        if not (saving / file).is_file() or (saving / file).stat().st_size != known["bytes"]:
+            raise CheckpointError(
+                f"save: a rank has written {file!r}, and rank 0 does not find it in {str(saving)!r}. "
+                f"Save to a folder on a disk that all ranks share."
+            )
     marker = saving / MARKER
     marker.write_text(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1), encoding="utf-8")
     _sync(marker)
@@ -44,14 +115,12 @@ def write(directory: str | os.PathLike[str], fill: Callable[[Path], dict[str, An
     _settle(target, saving, previous)
 
 
-def find(directory: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """The whole folder under this name and its marker. Raises: CheckpointError, naming what is wrong."""
-    target = Path(directory).resolve()
+def _whole_of(target: Path) -> Path:
     if target.exists():
-        return target, _verified(target)
+        return target
     for sibling in _siblings(target):
         if sibling.exists() and _is_whole(sibling):
-            return sibling, _verified(sibling)
+            return sibling
     raise CheckpointError(f"load: there is no folder {str(target)!r}. engine.save(...) writes one.")
 
 
@@ -89,7 +158,7 @@ def _settle(target: Path, saving: Path, previous: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        _verified(folder)
+        _check_files(folder, _read_marker(folder)["files"].items())
     except CheckpointError:
         return False
     return True
@@ -115,9 +184,8 @@ def _read_marker(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _verified(folder: Path) -> dict[str, Any]:
-    marker = _read_marker(folder)
-    for name, facts in marker["files"].items():
+def _check_files(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    for name, facts in files:
         file = folder / name
         if not file.is_file():
             raise CheckpointError(f"load: {str(folder)!r} is incomplete: {name!r} is missing. Load another save.")
@@ -132,11 +200,6 @@ def _verified(folder: Path) -> dict[str, Any]:
                 f"load: {str(folder)!r} is damaged: the content of {name!r} has changed since it was saved. "
                 "Load another save."
             )
-    return marker
-
-
-def _files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def _crc(file: Path) -> int:

@@ -1,5 +1,6 @@
 """What an optimizer holds for each parameter, under the original's names."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,16 +13,22 @@ from slapo_py.replacing.mapped_state import from_original, is_mapped, to_origina
 class OriginalNames:
     """Takes values by the names of a built module's parameters to the original's and back.
 
-    On both sides, a tied parameter goes by its first name.
+    On both sides, a tied parameter goes by its first name. shapes: of the whole parameters, where the module has parts.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.module = module
         self.mapped = is_mapped(module)
         every = dict(module.named_parameters(remove_duplicate=False))
         self._built = _first_names(every)
+        # without data: only names, shapes and ties are looked at
+        empty = {
+            first: torch.empty(shapes.get(first, tuple(every[first].shape)), dtype=every[first].dtype, device="meta")
+            for first in dict.fromkeys(self._built.values())
+        }
+        self.stand_ins = {name: empty[first] for name, first in self._built.items()}
         with torch.no_grad():
-            self._original = _first_names(to_original(module, every))
+            self._original = _first_names(to_original(module, self.stand_ins))
 
     def forth(self, held: dict[str, Any], what: str) -> dict[str, Any]:
         """Names of the built module -> the original's. Raises: CheckpointError."""
@@ -41,8 +48,7 @@ class OriginalNames:
         """The original's names of some parameters, in the original's order."""
         if not self.mapped:
             return names
-        every = dict(self.module.named_parameters(remove_duplicate=False))
-        return list(self.forth({name: every[name].detach() for name in names}, "save: a group of the optimizer"))
+        return list(self.forth({name: self.stand_ins[name] for name in names}, "save: a group of the optimizer"))
 
     def _through(self, change: Any, first: dict[str, str], held: dict[str, Any], what: str) -> dict[str, Any]:
         every = {name: held[one] for name, one in first.items() if one in held}

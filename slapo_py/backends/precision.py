@@ -20,6 +20,11 @@ class Weights:
         self.named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         """Trainable (name, parameter) pairs that the optimizer is given, ties once under their first name."""
 
+    def renew(self) -> None:
+        """The module has new parameter objects: FSDP2 has spread them."""
+        names = {name for name, _ in self.named}
+        self.named = [(name, one) for name, one in self.module.named_parameters() if name in names]
+
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The tensor that holds a module parameter's exact value."""
         return parameter
@@ -78,6 +83,9 @@ class MasterWeights(Weights):
             if parameter.requires_grad:
                 named.append((name, master))
         self.module, self.named = module, named
+
+    def renew(self) -> None:
+        """DDP leaves the parameters as they are."""
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         return self._exact.get(id(parameter), parameter)

@@ -1,8 +1,8 @@
-"""Target "torch": plain PyTorch, one process."""
+"""Target "torch": plain PyTorch, in one process or on the ranks of a mesh."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,41 +10,52 @@ from torch import nn
 
 from slapo_py.backends import batches, state
 from slapo_py.backends.base import Engine, Training
+from slapo_py.backends.data_parallel import AXIS, data_parallel
+from slapo_py.backends.global_numbers import agreed_count, norm_and_clip_on, sum_partial, summed
 from slapo_py.backends.optim import make_optimizer, make_scheduler, norm_and_clip
 from slapo_py.backends.precision import MasterWeights, Weights
+from slapo_py.build.facts import facts_of
+from slapo_py.distributed.failures import fails_together
+from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.rng import forked
 from slapo_py.errors import EngineError
 
 
 class TorchEngine(Engine):
-    """Trains a built module in one process. With one micro-batch each step is the plain PyTorch loop, to the bit."""
+    """Trains a built module. In one process with one micro-batch each step is the plain PyTorch loop, to the bit.
+
+    On a mesh each data-parallel rank is given its own part of the batch; ranks that differ on other axes only are given
+    the same. The loss is divided by the count of all parts, and what is returned is the mean over them.
+    """
 
     target = "torch"
 
-    def __init__(self, module: nn.Module, training: Training) -> None:
-        super().__init__(module, training)
-        self.weights = MasterWeights(module) if training.precision == "bf16" else Weights(module)
+    def __init__(self, module: nn.Module, training: Training, mesh: Mesh | None = None) -> None:
+        super().__init__(module, training, mesh)
+        self.facts = facts_of(module)
+        masters = training.precision == "bf16" and training.data_parallel != "fsdp"
+        self.weights = MasterWeights(module) if masters else Weights(module)
+        self.replicas = data_parallel(module, mesh, training.data_parallel, training.precision, every=masters)
+        self.weights.renew()
         self.optimizer = make_optimizer(training.optimizer, self.weights.named)
         self.scheduler = make_scheduler(training.scheduler, self.optimizer)
 
+    @fails_together
     def train_step(self, batch: Any) -> torch.Tensor:
-        parts = batches.split(batch, self.training.micro_batches)
-        count = self._count(parts)
+        parts, count = self._prepared(batch)
         if not self.module.training:
             self.module.train()
         self.weights.drop_gradients()
         total = None
         try:
-            for part in parts:
-                loss = self._loss(part)
-                if not loss.requires_grad:
-                    raise EngineError(
-                        "engine: the loss has no gradient. Compute it from the model's output with torch operations, "
-                        "without detach() or item(), and call train_step outside torch.no_grad()."
-                    )
-                (loss / count).backward()
+            for index, part in enumerate(parts):
+                with self.replicas.backward(last=index == len(parts) - 1):
+                    with self._apart():
+                        loss = self._loss(part, self.replicas)
+                    self._backward(loss, count)
                 self.weights.collect()
                 total = loss.detach() if total is None else total + loss.detach()
-            norm = norm_and_clip((parameter for _, parameter in self.weights.named), self.training.clip)
+            norm = self._norm()
         except BaseException:
             self.weights.drop_gradients()
             raise
@@ -56,30 +67,53 @@ class TorchEngine(Engine):
         self.grad_norm = norm
         self.step_count += 1
         assert total is not None  # there is at least one part
-        return total / count
+        return summed(total, self.mesh) / count
 
+    def _backward(self, loss: torch.Tensor, count: int) -> None:
+        if not loss.requires_grad:
+            raise EngineError(
+                "engine: the loss has no gradient. Compute it from the model's output with torch operations, "
+                "without detach() or item(), and call train_step outside torch.no_grad()."
+            )
+        (loss * self.replicas.size / count if self.replicas.size > 1 else loss / count).backward()
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Data-parallel ranks draw differently, each for its own rows; ranks of other axes draw alike."""
+        if self.mesh is None or self.replicas.size == 1 or self.training.logical_masks:
+            return nullcontext()
+        return forked({AXIS: self.mesh.coordinate(AXIS)})
+
+    def _norm(self) -> torch.Tensor:
+        if self.mesh is None:
+            return norm_and_clip((parameter for _, parameter in self.weights.named), self.training.clip)
+        sum_partial(self.weights.named, self.facts, self.mesh)
+        return norm_and_clip_on(self.weights.named, self.facts, self.mesh, self.training.clip)
+
+    @fails_together
     @torch.no_grad()
     def eval_step(self, batch: Any) -> torch.Tensor:
-        parts = batches.split(batch, self.training.micro_batches, at_most=True)
-        count = self._count(parts)
+        parts, count = self._prepared(batch, at_most=True)
         with _eval_mode(self.module):
-            losses = [self._loss(part).detach() for part in parts]
-        return sum(losses[1:], losses[0]) / count
+            losses = [self._loss(part, self.module).detach() for part in parts]
+        return summed(sum(losses[1:], losses[0]), self.mesh) / count
 
-    def state_dict(self) -> dict[str, Any]:
-        return state.model_state(self.module, self.weights)
+    @fails_together
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        return state.state_dict(self, self.weights, self.mesh, whole)
 
+    @fails_together
     def save(self, directory: str | os.PathLike[str]) -> None:
-        state.save(self, self.weights, directory)
+        state.save(self, self.weights, directory, self.mesh)
 
+    @fails_together
     def load(self, directory: str | os.PathLike[str]) -> None:
-        state.load(self, self.weights, directory)
+        state.load(self, self.weights, directory, self.mesh)
 
-    def _loss(self, part: Any) -> torch.Tensor:
+    def _loss(self, part: Any, module: Callable[..., Any]) -> torch.Tensor:
         args, kwargs = batches.arguments(part, self.training.inputs)
         args, kwargs = self.weights.inputs((args, kwargs))
         try:
-            output = self.module(*args, **kwargs)
+            output = module(*args, **kwargs)
         except TypeError as error:
             if self.training.inputs is None:
                 error.add_note("engine: the model was called with the whole batch; build(..., inputs=...) chooses")
@@ -95,7 +129,18 @@ class TorchEngine(Engine):
         # a sum in half precision has 8 bits: no more than the terms are lost to it, but the quotient is exact enough
         return loss.reshape(()).float() if loss.dtype in (torch.bfloat16, torch.float16) else loss.reshape(())
 
-    def _count(self, parts: list[Any]) -> int:
+    def _prepared(self, batch: Any, at_most: bool = False) -> tuple[list[Any], int]:
+        """The micro-batches, and the count of all data-parallel ranks: nothing has been sent if one refuses its own."""
+        parts: list[Any] = []
+
+        def prepare() -> int:
+            parts[:] = batches.split(batch, self.training.micro_batches, at_most=at_most)
+            return self._counted(parts)
+
+        count = prepare() if self.mesh is None else agreed_count(prepare, batch, self.mesh, self.step_count == 0)
+        return parts, count
+
+    def _counted(self, parts: list[Any]) -> int:
         total = 0
         for part in parts:
             count = self.training.count(part)

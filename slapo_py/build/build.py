@@ -1,13 +1,22 @@
 """`build`: a schedule becomes a plain module with its own storage, or an engine of a target."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from slapo_py.build.conserve import check_conserved
+from slapo_py.build.facts import set_facts
+from slapo_py.build.initial import initial_values
 from slapo_py.build.materialize import materialize
+from slapo_py.build.on_mesh import scheduled_on
+from slapo_py.build.slicing import parts_of
+from slapo_py.build.spread import check_spread
+from slapo_py.build.summed import sum_gradients
 from slapo_py.build.without_cache import scheduled_without_cache, turn_off_cache
+from slapo_py.distributed.failures import fails_together
+from slapo_py.distributed.mesh import Mesh
 from slapo_py.errors import BuildError
 
 if TYPE_CHECKING:
@@ -30,7 +39,15 @@ class Buildable(Protocol):
 
 
 @overload
-def build(sch: Buildable, *, donate: bool = False) -> nn.Module: ...
+def build(
+    sch: Buildable,
+    *,
+    init: Callable[[str, Tensor], object] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    donate: bool = False,
+    mesh: Any = None,
+    logical_masks: bool = False,
+) -> nn.Module: ...
 
 
 @overload
@@ -46,11 +63,16 @@ def build(
     precision: str = "fp32",
     clip: float | None = None,
     inputs: Callable[[Any], Any] | None = None,
+    init: Callable[[str, Tensor], object] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     donate: bool = False,
     mesh: Any = None,
+    data_parallel: str = "ddp",
+    logical_masks: bool = False,
 ) -> "Engine": ...
 
 
+@fails_together
 def build(
     sch: Buildable,
     *,
@@ -63,8 +85,12 @@ def build(
     precision: str = "fp32",
     clip: float | None = None,
     inputs: Callable[[Any], Any] | None = None,
+    init: Callable[[str, Tensor], object] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     donate: bool = False,
     mesh: Any = None,
+    data_parallel: str = "ddp",
+    logical_masks: bool = False,
 ) -> Any:
     """Carry a schedule out: give the scheduled copy storage of its own, and an engine where a target is named.
 
@@ -81,10 +107,23 @@ def build(
     - clip: the largest global L2 norm of the gradient; None does not clip
     - inputs(batch): the model's arguments, a dict or (args, kwargs); without it a dict is passed as keywords and a
       tuple by position
+    - mesh: sizes by axis, `{"dp": 2, "tp": 2}`, outer axis first, or torch's DeviceMesh with names; every rank calls
+      build, and gets its own part. Attributes such as `out_features` keep the sizes of the whole, but for those that
+      were configured `slapo.per_rank(axis)`. Only "dp" splits the data: a rank is given its own part of the batch
+    - data_parallel: what "dp" does with parameters: "ddp" keeps them whole on every rank, "fsdp" (FSDP2) spreads them
+    - logical_masks: the ranks together drop what one process drops: each draws the mask of the whole tensor and takes
+      its part. For comparing runs on different meshes, not for training: it costs the whole mask on every rank
+    - init(name, tensor): for a model on "meta"; fills a whole parameter or persistent buffer in place, on each rank.
+      Each is drawn with a seed of its own, of its first name in the original and of the first rank's
+      `torch.manual_seed`, so that no schedule and no mesh changes the numbers. `slapo.own_init(model)` is the model's
+      own initialisation
+    - checkpoint: a safetensors file, or a folder that holds model.safetensors or several with an index, under the
+      original's names; each rank reads its own part. It wins over the model's values, and `init` fills what it lacks
     - donate: move the original's parameters instead of copying them; the original must not be used afterwards
 
-    Requires: the whole schedule (not one place of it); parameters with values; attributes that can be deep-copied.
-    Raises: BuildError.
+    Requires: the whole schedule (not one place of it); parameters with values, or where to take them from; on a mesh
+    the same model on all ranks; attributes that can be deep-copied.
+    Raises: BuildError, CheckpointError.
     """
     path = _check_whole(sch)
     if path:
@@ -92,10 +131,7 @@ def build(
             f"build at {path!r}: build takes the whole schedule, not one place of it. "
             "Write slapo.build(sch), with the sch that create_schedule returned."
         )
-    if mesh is not None:
-        raise BuildError(
-            "build: mesh= is not supported yet; this version builds for one process and one device. Leave mesh= out."
-        )
+    mesh = None if mesh is None else Mesh.of(mesh)
     options = {
         "optimizer": optimizer,
         "loss": loss,
@@ -105,6 +141,7 @@ def build(
         "inputs": inputs,
         "micro_batches": None if micro_batches == 1 else micro_batches,
         "precision": None if precision == "fp32" else precision,
+        "data_parallel": None if data_parallel == "ddp" else data_parallel,
     }
     if target is None:
         given = [name for name, value in options.items() if value is not None]
@@ -113,7 +150,10 @@ def build(
                 f"build: {given[0]}= is for an engine, and no target is named. "
                 f'Write slapo.build(sch, target="torch", {given[0]}=..., ...).'
             )
-        return _build_module(sch, donate)
+        built = _build_module(sch, donate, mesh, logical_masks, init, checkpoint)
+        if mesh is not None:
+            sum_gradients(built, mesh)
+        return built
 
     # here, not at the top: backends import the core, never the reverse
     from slapo_py.backends import find_engine
@@ -129,8 +169,10 @@ def build(
         precision=precision,
         clip=clip,
         inputs=inputs,
+        data_parallel=data_parallel,
+        logical_masks=logical_masks,
     )
-    return engine(_build_module(sch, donate), training)
+    return engine(_build_module(sch, donate, mesh, logical_masks, init, checkpoint), training, mesh)
 
 
 def _check_whole(sch: Any) -> str:
@@ -141,9 +183,24 @@ def _check_whole(sch: Any) -> str:
     return str(sch.path)
 
 
-def _build_module(sch: Buildable, donate: bool) -> nn.Module:
+def _build_module(
+    sch: Buildable, donate: bool, mesh: Mesh | None, logical_masks: bool, init: Any, checkpoint: Any
+) -> nn.Module:
+    if mesh is not None:
+        source, facts = scheduled_on(sch, mesh, logical_masks)
+        initial = initial_values(sch.original, source, facts, mesh, init, checkpoint)
+        held: list[tuple[str, Tensor]] = [*source.named_parameters(), *source.named_buffers()]
+        wholes = {name: one for name, one in held if name not in initial.names} | initial.hashes
+        made = initial.made | parts_of(source, facts, mesh, initial.made)
+        built = materialize(source, donate=donate, made=made)
+        turn_off_cache(built, sch.original)
+        set_facts(built, facts)
+        check_conserved(sch.original, built, donated=donate, mesh=mesh, renewed=initial.names)
+        check_spread(built, wholes, mesh)
+        return built
     source = scheduled_without_cache(sch)
-    built = materialize(source, donate=donate)
+    initial = initial_values(sch.original, source, {}, None, init, checkpoint)
+    built = materialize(source, donate=donate, made=initial.made)
     turn_off_cache(built, sch.original)
-    check_conserved(sch.original, built, donated=donate)
+    check_conserved(sch.original, built, donated=donate, renewed=initial.names)
     return built

@@ -1,23 +1,36 @@
 """Nothing is lost: a built module has the original's parameters and buffers, under their names, tied as they were."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 
+from slapo_py.build.facts import facts_of
+from slapo_py.build.slicing import part_of
+from slapo_py.distributed.mesh import Mesh
 from slapo_py.errors import BuildError
 from slapo_py.replacing.mapped_state import dropped_buffers, from_original, is_mapped, to_original
 
 
-def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = False) -> None:
+def check_conserved(
+    original: nn.Module,
+    built: nn.Module,
+    *,
+    donated: bool = False,
+    mesh: Mesh | None = None,
+    renewed: Collection[str] = (),
+) -> None:
     """Compare a built module with the original.
 
     Requires: each parameter and buffer of the original is in the built module under the same name, with the same
     shape, dtype and `requires_grad`; no other one is; the names of one tensor in the original are the names of one
     tensor in the built module, and the reverse; no storage is shared with the original (unless donated). Where a step
-    has mapped parameters, this is said of them under the original's names, and of their values.
+    has mapped parameters, this is said of them under the original's names, and of their values; not of the values of
+    those that were given new ones (`renewed`: their names in the built module).
     Raises: BuildError, naming what differs.
     """
+    if mesh is not None:
+        _check_parts(built, mesh)
     gone = {*dropped_buffers(built)} - {*dropped_buffers(original)}
     for kind in ("parameter", "buffer"):
         old, new = _under_original_names(original, kind), _under_original_names(built, kind)
@@ -35,7 +48,7 @@ def check_conserved(original: nn.Module, built: nn.Module, *, donated: bool = Fa
                 raise BuildError(f"build at {name!r}: this {kind} was {was} and is {now}. {_REMEDY}")
         _check_ties(kind, old, new)
     if is_mapped(built):
-        _check_mapped_values(original, built)
+        _check_mapped_values(original, built, mesh, renewed)
     if not donated:
         _check_apart(original, built)
 
@@ -51,28 +64,50 @@ def _named(module: nn.Module, kind: str) -> dict[str, torch.Tensor]:
 
 def _under_original_names(module: nn.Module, kind: str) -> dict[str, torch.Tensor]:
     named = _named(module, kind)
-    if not is_mapped(module):
+    facts = facts_of(module)
+    if not is_mapped(module) and not facts:
         return named
     # stand-ins without data, one for each object: only shapes, dtypes and ties are compared
-    stand_ins = {id(one): _without_data(one) for one in named.values()}
+    whole = {name: fact.shape for name, fact in facts.items()}
+    stand_ins: dict[int, torch.Tensor] = {}
+    for name, one in named.items():
+        stand_ins.setdefault(id(one), _without_data(one, whole.get(name, tuple(one.shape))))
+    if not is_mapped(module):
+        return {name: stand_ins[id(one)] for name, one in named.items()}
     with torch.enable_grad():
         return to_original(module, {name: stand_ins[id(one)] for name, one in named.items()})
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
+def _without_data(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=tensor.dtype, device="meta").requires_grad_(tensor.requires_grad)
 
 
-def _check_mapped_values(original: nn.Module, built: nn.Module) -> None:
+def _check_parts(built: nn.Module, mesh: Mesh) -> None:
+    """Nothing is lost or held twice on the mesh: this rank has its part of each parameter, and no more."""
+    named: dict[str, torch.Tensor] = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    coordinates = {axis: mesh.coordinate(axis) for axis in mesh.sizes}
+    for name, fact in facts_of(built).items():
+        part, found = fact.part(mesh.sizes, coordinates), tuple(named[name].shape)
+        if part != found:
+            shown = ", ".join(f"{one} on {axis}" for axis, one in fact.placements.items()) or "whole"
+            raise BuildError(
+                f"build at {name!r}: this rank holds {found} of {fact.shape}, and {shown} is {part} of it. {_REMEDY}"
+            )
+
+
+def _check_mapped_values(original: nn.Module, built: nn.Module, mesh: Mesh | None, renewed: Collection[str]) -> None:
     """A mapped parameter is a copy from the moment of the step: the original may have changed since then."""
     theirs = {name: one.detach() for kind in ("parameter", "buffer") for name, one in _named(original, kind).items()}
     if is_mapped(original):
         theirs = to_original(original, theirs)
     ours = {name: one.detach() for kind in ("parameter", "buffer") for name, one in _named(built, kind).items()}
     known = {id(one) for one in theirs.values()}
+    facts = facts_of(built) if mesh is not None else {}
     for name, wanted in from_original(built, theirs).items():
-        if id(wanted) in known or name not in ours:  # a whole tensor that was at most renamed
+        if id(wanted) in known or name not in ours or name in renewed:  # known: at most renamed
             continue
+        if name in facts and mesh is not None:
+            wanted = part_of(wanted, facts[name].placements, mesh)
         if not torch.allclose(ours[name], wanted, rtol=0, atol=0, equal_nan=True):
             raise BuildError(
                 f"build at {name!r}: the values that it was made of have changed in the original since the step that "

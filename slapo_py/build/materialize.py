@@ -1,6 +1,7 @@
 """A copy of a scheduled module with storage of its own."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,7 +13,9 @@ from slapo_py.errors import BuildError
 _ALIGN = 64  # bytes; what torch aligns fresh memory to, so that vectorized kernels split their work as before
 
 
-def materialize(module: nn.Module, *, donate: bool = False) -> nn.Module:
+def materialize(
+    module: nn.Module, *, donate: bool = False, made: Mapping[int, torch.Tensor] | None = None
+) -> nn.Module:
     """A new module tree: module objects, attributes and configs are copied, and so is every tensor's storage.
 
     `module` -> the same tree, where tensors that were one object still are, and tensors that were windows onto one
@@ -20,29 +23,34 @@ def materialize(module: nn.Module, *, donate: bool = False) -> nn.Module:
     flags, random generators and attributes set on parameters come along; `.grad` does not. Classes with layers are
     kept. What can't be copied (a lock, a process group) is shared, as in the scheduled copy itself.
 
+    made: id(tensor) -> what stands for it, with storage of its own: a rank's part of it, say.
+
     With `donate=True` the tensors themselves move into the new tree: no memory is spent, and the old tree must not be
     used any more.
 
-    Requires: tensors with values (none on "meta").
+    Requires: tensors with values, those in `made` apart (none on "meta").
     Raises: BuildError.
     """
+    made = made or {}
     held = list(held_by(module))
     tensors = [value for _, value in held if isinstance(value, torch.Tensor)]
     for path, value in held:
-        if isinstance(value, torch.Tensor) and value.is_meta:
+        if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in made:
             raise BuildError(
-                f"build at {path!r}: a tensor on device 'meta' has no values, and build can't make them yet. Give "
-                "the original its weights first: model.to_empty(device='cpu'), then model.load_state_dict(...)."
+                f"build at {path!r}: a tensor on device 'meta' has no values. Write slapo.build(sch, "
+                f'init=slapo.own_init(model)) to draw them, or slapo.build(sch, checkpoint="model.safetensors") to '
+                f"read them. A tensor that is neither parameter nor buffer needs its values before create_schedule."
             )
     shells, memo = _survey(module)
     memo.update({id(one): one.clone_state() for _, one in held if isinstance(one, torch.Generator)})
     if not donate:
-        memo.update(_fresh(tensors))
+        memo.update(_fresh([one for one in tensors if id(one) not in made]))
+    memo.update({id(one): _in_class_of(one, made[id(one)]) for one in tensors if id(one) in made})
     for old, shell in shells:
         for name, value in vars(old).items():
             shell.__dict__[name] = _copied_hooks(value, memo) if _is_hooks(name, value) else _copied(value, memo)
     for tensor in tensors:
-        if donate:
+        if donate and id(tensor) not in made:
             if tensor.is_leaf:
                 tensor.grad = None
         else:

@@ -1,13 +1,15 @@
 """The scheduled copy as training calls it: transformers' models without their key-value cache."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from slapo_py.clone import clone
-from slapo_py.schedule import create_schedule
 from slapo_py.tracing import trace_of
+
+if TYPE_CHECKING:
+    from slapo_py.schedule import Schedule
 
 
 def scheduled_without_cache(sch: Any) -> nn.Module:
@@ -21,14 +23,19 @@ def scheduled_without_cache(sch: Any) -> nn.Module:
     modules = list(source.modules())
     if not any(_caches(config) for config in _configs(source)) or not any(trace_of(one) for one in modules):
         return source
+    return fresh_without_cache(sch).module
+
+
+def fresh_without_cache(sch: Any) -> "Schedule":
+    """The same steps on a new schedule of a clone whose configs say `use_cache=False`."""
     plain = clone(sch.original)
     turn_off_cache(plain, sch.original)
-    fresh = create_schedule(plain, sch.root.example_inputs)
+    fresh: Schedule = sch.root.fresh(plain)
     sch.history.replay(fresh)
-    training = {name: one.training for name, one in source.named_modules(remove_duplicate=False)}
+    training = {name: one.training for name, one in sch.module.named_modules(remove_duplicate=False)}
     for name, one in fresh.module.named_modules(remove_duplicate=False):
         one.training = training.get(name, one.training)
-    return fresh.module
+    return fresh
 
 
 def turn_off_cache(built: nn.Module, source: nn.Module) -> None:

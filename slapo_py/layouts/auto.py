@@ -1,18 +1,24 @@
 """`sch.auto_sync("tp")`: what inference finds, as ordinary steps of the schedule."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from slapo_py.codec import PerRank
-from slapo_py.errors import PlacementError
-from slapo_py.layouts.infer import infer
+from slapo_py.errors import PlacementError, ShardError
+from slapo_py.layouts.borders import ENTER
+from slapo_py.layouts.explain import explained
+from slapo_py.layouts.faults import LITERAL, MISSING, STEPS, Look, undivided
+from slapo_py.layouts.heads import uneven_heads
 from slapo_py.layouts.nodes import is_border
 from slapo_py.layouts.placement import Placement, Shard
-from slapo_py.layouts.record import ENTER, record
-from slapo_py.layouts.recorded import divided_of, first_names, split_nodes, summed_nodes, sync_nodes
-from slapo_py.layouts.state import Conversion, Typing, is_local, said
+from slapo_py.layouts.record import record
+from slapo_py.layouts.recorded import Asked, asked_of, divided_of, first_names, summed_nodes
+from slapo_py.layouts.rows import parts_of
+from slapo_py.layouts.state import Conversion, Fault, Typing, is_local, said
+from slapo_py.layouts.syncs import Sync
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
@@ -22,16 +28,33 @@ def auto_sync(place: "Schedule", axis: str, pins: Mapping[str, Placement] | None
     """Insert every missing sync, reduction and divided attribute at and below a place. See `Schedule.auto_sync`."""
     recording = record(place)
     graph = recording.graph
-    there = sync_nodes(place, graph, axis)
-    pinned = _pins(place, graph, pins or {})
-    typing = infer(graph, ranks, split_nodes(place, graph, axis), {**pinned, **there})
+    asked = asked_of(place, graph, axis)
+    asked = replace(asked, syncs={**_pins(place, graph, pins or {}), **asked.syncs})
+    look = Look(graph, ranks, axis, first_names(place, graph))
+    typing, found = look.at(asked)
+    synced = {node for node, one in asked.syncs.items() if isinstance(one, Sync)}
+    single = any(one.kind in MISSING and not one.line for one in found)
+    uneven = uneven_heads(typing, synced, axis, single=single)
+    if uneven is not None:
+        raise ShardError(f'auto_sync at "{place.path}": {uneven.message}')
     if typing.faults:
-        raise PlacementError(f'auto_sync at "{place.path}": {typing.faults[0].message}')
+        raise PlacementError(f'auto_sync at "{place.path}": {_first(look, asked, typing, found).message}')
+    literal = [one for one in undivided(typing, asked, axis) if one.kind == LITERAL]
+    if literal:
+        raise PlacementError(f'auto_sync at "{place.path}": {literal[0].message}')
     for one in typing.conversions():
-        if one.node not in there:
+        stands = isinstance(asked.syncs.get(one.node), Sync) and one is typing.at_node.get(one.node)
+        pinned = one.node in asked.syncs and one.at_border  # written down even where nothing is sent
+        if not stands and (pinned or not is_local(one)):
             _insert(place, typing, one, axis)
     _configure(place, typing, axis)
     _reduce(place, typing, axis)
+
+
+def _first(look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> Fault:
+    """The first thing that is wrong, and not only missing."""
+    told = [one for one in explained(look, asked, typing, found) if one.kind not in STEPS]
+    return told[0] if told else typing.faults[0]
 
 
 def _pins(place: "Schedule", graph: fx.Graph, pins: Mapping[str, Placement]) -> dict[fx.Node, Placement]:
@@ -47,9 +70,7 @@ def _pins(place: "Schedule", graph: fx.Graph, pins: Mapping[str, Placement]) -> 
 
 
 def _insert(place: "Schedule", typing: Typing, one: Conversion, axis: str) -> None:
-    """One conversion as a sync, or nothing where each rank does it by itself."""
-    if is_local(one):
-        return
+    """One conversion as a sync."""
     if one.at_border:
         _, side, path, index = one.node.args
         _sync(place, str(path), str(side), int(index), one, axis)  # type: ignore[arg-type]
@@ -64,7 +85,10 @@ def _insert(place: "Schedule", typing: Typing, one: Conversion, axis: str) -> No
 
 def _sync(place: "Schedule", path: str, side: str, index: int, one: Conversion, axis: str) -> None:
     split = one.source if one.forward == "all_gather" else one.target
-    dim, parts = (split.dim, split.blocks) if isinstance(split, Shard) and one.forward != "none" else (None, 1)
+    dim: int | None = None
+    parts: int | tuple[int, ...] | str = 1
+    if isinstance(split, Shard) and one.forward != "none":
+        dim, parts = split.dim, parts_of(one.node, split)
     value = None if one.forward == "none" else one.forward
     grad = None if one.backward == "none" else one.backward
     (place[path] if path else place).sync(side, value, grad=grad, dim=dim, axis=axis, index=index, parts=parts)
@@ -73,17 +97,21 @@ def _sync(place: "Schedule", path: str, side: str, index: int, one: Conversion, 
 def _configure(place: "Schedule", typing: Typing, axis: str) -> None:
     """The attributes whose value is a size that each rank has a part of."""
     divided = divided_of(place.root)
-    for node, sizes in typing.resized.items():
+    for sizes in typing.resized.values():
         for one in sizes.values():
             if one.owner is None:
-                raise PlacementError(
-                    f'auto_sync at "{place.path}": {said(node)} ({node.meta.get("where", "?")}) is given the literal '
-                    f"size {one.passes}, and a rank needs {one.needs}. It comes from no attribute of a module: read it "
-                    f"from a tensor's shape instead, or use -1."
-                )
+                continue
             path, name = one.owner
             full = f"{place.path}.{path}" if place.path and path else path or place.path
-            if divided.get(full, {}).get(name) != axis:
+            held = divided.get(full, {}).get(name, axis)
+            if held != axis:
+                raise PlacementError(
+                    f'auto_sync at "{place.path}": {name!r} of "{full}" is divided over "{held}" already, and a '
+                    f'rank of "{axis}" needs {one.needs} of {one.passes}. An attribute is divided over one '
+                    f"axis: read the size from a tensor's shape instead."
+                )
+            if name not in divided.get(full, {}):
+                divided.setdefault(full, {})[name] = axis
                 (place[path] if path else place).configure(**{name: PerRank(axis)})
 
 

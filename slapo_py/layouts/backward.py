@@ -12,7 +12,11 @@ from torch import fx
 from slapo_py.layouts.forward import Forward, carries
 from slapo_py.layouts.nodes import is_border, is_record, outputs_of, picks_part, readers, slots_of
 from slapo_py.layouts.placement import P, Placement, R, Shard
+from slapo_py.layouts.rows import parts_of
 from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Typing, collective, said
+from slapo_py.layouts.syncs import Sync
+
+_ROUNDS = 8
 
 
 class Backward:
@@ -21,15 +25,40 @@ class Backward:
     def __init__(self, forward: Forward, given: Mapping[fx.Node, str]) -> None:
         self.forward, self.typing, self.given = forward, forward.typing, given
         self.edge: dict[tuple[fx.Node, fx.Node | str], Placement] = {}
+        self.faults = len(self.typing.faults)
+        self.of_parameters = of_parameters(forward.nodes)
+        self.summed: dict[fx.Node, frozenset[fx.Node]] = {}
+        """Where a whole gradient of a node was summed further down."""
+        self.passing: set[fx.Node] = set()
+        """Nodes that pass a partial gradient on, to be summed further up together with others."""
 
     def run(self) -> Typing:
+        for _ in range(_ROUNDS):
+            better = self._pass()
+            if better <= self.passing:
+                break
+            self.passing |= better
+            self._forget()
+        return self.typing
+
+    def _pass(self) -> set[fx.Node]:
+        """One pass; gives the nodes that should pass their gradient on."""
         typing, forward = self.typing, self.forward
+        self.better: set[fx.Node] = set()
         for node in outputs_of(typing.graph):
             self.edge[node, OUTPUT] = forward.outputs
         for node in reversed(forward.nodes):
             if node in forward.needing and node.op != "output" and node in typing.after and not is_record(node):
                 self._visit(node)
-        return typing
+        return self.better
+
+    def _forget(self) -> None:
+        typing = self.typing
+        for table in (self.edge, self.summed, typing.gradient, typing.reduced, typing.grad_on_edge):
+            table.clear()  # type: ignore[attr-defined]
+        for node in [node for node, one in typing.at_node.items() if one.source == one.target]:
+            del typing.at_node[node]
+        del typing.faults[self.faults :]
 
     def _visit(self, node: fx.Node) -> None:
         typing = self.typing
@@ -48,6 +77,7 @@ class Backward:
         own = typing.at_node.get(node)
         if own is not None and own.source != own.target:
             gradient = self._through(own, gradient)
+            self.summed.pop(node, None)
             self._compare(own)
         elif node in self.given:
             gradient = self._by_user(node, gradient)
@@ -84,14 +114,21 @@ class Backward:
         """The gradients of all readers meet here; one comes out."""
         typing = self.typing
         partial = [one for one in users if self.edge[node, one] == P]
+        if not partial:
+            self.summed[node] = frozenset().union(*(self._summed(node, one) for one in users))
         if not partial or isinstance(typing.after[node][0], Shard):
             return P if partial else self.edge[node, users[0]]
         own = typing.at_node.get(node)
         free = carries(node) or (own is not None and isinstance(own.source, Shard)) or node in self.given
+        free = free or node in self.passing or node in self.of_parameters  # these as the parameter's gradient
         if len(partial) == len(users) and ((free and typing.produced[node][0] != P) or node.op == "get_attr"):
             return P
         low = self._lowest_border(node, partial)
         placed = typing.after[node][0]
+        further = [self._summed(node, one) for one in users if one not in partial]
+        if low is None and further and all(further):  # no border for these alone: sum all of them here
+            self.better |= {one for found in further for one in found if self._may_pass(one)}
+        self.summed[node] = frozenset().union(*further) if further and all(further) else frozenset({node})
         if low is not None:
             typing.at_node[low] = Conversion(low, placed, placed, P, R)
         else:
@@ -99,6 +136,17 @@ class Backward:
             for user in partial:
                 typing.grad_on_edge[node, user] = conversion
         return R
+
+    def _summed(self, node: fx.Node, user: "fx.Node | str") -> frozenset[fx.Node]:
+        """Where the whole gradient that a reader gives was summed before."""
+        if isinstance(user, str) or (node, user) in self.typing.on_edge:
+            return frozenset()
+        return self.summed.get(user, frozenset())
+
+    def _may_pass(self, node: fx.Node) -> bool:
+        """Whether the operation behind a node takes a partial gradient: it is linear in it, and asks for no other."""
+        signature = self.typing.signature.get(node)
+        return signature is not None and all(one is None for one in signature.output_gradients)
 
     def _lowest_border(self, node: fx.Node, partial: "list[fx.Node | str]") -> fx.Node | None:
         """Down a single reader through what only moves: the last border that still sees every partial gradient."""
@@ -127,14 +175,19 @@ class Backward:
         """The collective that a user put on the gradient, with the right one."""
         asked = self.given.get(own.node)
         if asked is not None and asked != own.backward:
+            line = sync_line(own.node, own.forward, own.backward, own, self._axis(own.node))
             self.typing.faults.append(
                 Fault(
                     "wrong in backward", own.node,
                     f"{said(own.node)}: the value goes through {own.forward}, so the gradient arrives as "
                     f"{own.grad_source} and must leave as {own.grad_target}: that is {own.backward}, not {asked}. "
-                    f"Write: {sync_line(own.node, own.forward, own.backward, own)}",
+                    f"Write instead: {line}", line,
                 )
             )  # fmt: skip
+
+    def _axis(self, node: fx.Node) -> str:
+        asked = self.forward.syncs.get(node)
+        return asked.axis if isinstance(asked, Sync) else "tp"
 
     def _by_user(self, node: fx.Node, gradient: Placement) -> Placement:
         """A sync of the gradient alone."""
@@ -155,7 +208,16 @@ class Backward:
         return gradient
 
 
-def sync_line(node: fx.Node, value: str, grad: str, one: Conversion) -> str:
+def of_parameters(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The nodes that are worked out from parameters and buffers alone, as the `1 + weight` of a norm."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        if node.op == "get_attr" or (node.all_input_nodes and all(one in found for one in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def sync_line(node: fx.Node, value: str, grad: str, one: Conversion, axis: str = "tp") -> str:
     """The line of a schedule that puts these collectives at a border."""
     _, side, path, index = node.args
     split = one.source if value == "all_gather" else one.target
@@ -163,10 +225,16 @@ def sync_line(node: fx.Node, value: str, grad: str, one: Conversion) -> str:
     if grad != "auto":
         more.append(f"grad={_quoted(grad)}")
     if value != "none" and isinstance(split, Shard):
-        more += [f"dim={split.dim}", *([f"parts={split.blocks}"] if split.blocks != 1 else [])]
+        parts = parts_of(node, split)
+        more += [f"dim={split.dim}", *([f"parts={_written(parts)}"] if parts != 1 else [])]
+    more += [f'axis="{axis}"'] * (axis != "tp")
     more += [f"index={index}"] * bool(index)
     place = f'sch["{path}"]' if path else "sch"
     return f"{place}.sync({', '.join(more)})"
+
+
+def _written(parts: object) -> str:
+    return f'"{parts}"' if isinstance(parts, str) else str(parts)
 
 
 def _quoted(name: str) -> str:

@@ -14,7 +14,7 @@ _BACK = {
     "split": "all_gather",
     "all_to_all": "all_to_all",
 }
-_TIES = {"reduce_scatter": 1.0, "split": 0.5}
+_TIES = {"reduce_scatter": 0.25, "split": 0.5}
 
 
 def cost(
@@ -34,7 +34,8 @@ def cost(
     kind = how(source, target)
     if kind is None or isinstance(target, Partial):
         return math.inf  # to a partial sum: legal, and never wanted of an activation
-    return _factor(kind, ranks, gradient) * size + _TIES.get(kind, 0)
+    # What a sum is scattered for has to be gathered somewhere, if not by its gradient then further on.
+    return _factor(kind, ranks, gradient or kind == "reduce_scatter") * size + _TIES.get(kind, 0)
 
 
 @functools.cache

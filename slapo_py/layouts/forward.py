@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from slapo_py.layouts.cost import cost
+from slapo_py.layouts.meant import adds_to_each, batch_is_split
 from slapo_py.layouts.nodes import (
     bytes_of,
     is_border,
@@ -18,7 +19,6 @@ from slapo_py.layouts.nodes import (
     is_size,
     is_tensor,
     name_of,
-    numbers,
     operation_of,
     outputs_of,
     picks_part,
@@ -27,15 +27,15 @@ from slapo_py.layouts.nodes import (
     slots_of,
     tensors_of,
 )  # fmt: skip
-from slapo_py.layouts.placement import P, Placement, R, Shard, local_shape
+from slapo_py.layouts.placement import P, Placement, R, Shard
 from slapo_py.layouts.shapes import carry, is_move
 from slapo_py.layouts.signatures import Signature, signatures
-from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Placements, Resize, Typing, said
+from slapo_py.layouts.sizes import local_size_read, wrong_sizes
+from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Placements, Typing, said
 from slapo_py.layouts.syncs import Sync
-from slapo_py.layouts.table import IDENTITY, RESHAPE, canonical
+from slapo_py.layouts.table import IDENTITY, canonical
 
 Syncs = Mapping[fx.Node, Placement | Sync]
-_SIZED = RESHAPE | {"expand", "expand_as", "broadcast_to"}
 
 
 class Forward:
@@ -52,12 +52,10 @@ class Forward:
         syncs: Syncs,
         inputs: Mapping[str, Placement],
         outputs: Placement,
-        lines: Mapping[str, str],
         known: dict[Any, list[Signature]],
     ) -> None:
         self.typing = Typing(graph, ranks, params)
         self.ranks, self.syncs, self.inputs, self.outputs = ranks, dict(syncs), inputs, outputs
-        self.lines = lines
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.needing = needing_gradient(self.nodes)
@@ -85,7 +83,7 @@ class Forward:
         elif node.op == "get_attr":
             typing.produced[node] = (typing.params.get(node, R),)
         elif is_size(node):
-            typing.local[node] = self._size(node)
+            typing.local[node] = local_size_read(typing, node)
             return None
         elif not tensors_of(node):
             return None
@@ -146,8 +144,8 @@ class Forward:
             blocks |= self._blocks
         key = (node, frozenset(blocks))
         if key not in self._signatures:
-            line = self.lines.get(name_of(node))
-            self._signatures[key] = signatures(operation_of(node), self.ranks, sorted(blocks, key=str), line)
+            patterns = sorted(blocks, key=str)
+            self._signatures[key] = signatures(operation_of(node), self.ranks, patterns, node.meta.get("line"))
         return self._signatures[key]
 
     def _operation(self, node: fx.Node) -> fx.Node | None:
@@ -156,7 +154,7 @@ class Forward:
         if node in typing.made_local:
             best = Signature("made", (), (typing.made_local[node],), (), (None,))
         else:
-            best = self._cheapest(node, slots, have)
+            best = self._meant(node, have) or self._cheapest(node, slots, have)
         for slot, source, target in zip(slots, have, best.inputs):
             if source == target:
                 continue
@@ -174,16 +172,27 @@ class Forward:
         self._note_sizes(node, best)
         return None
 
+    def _meant(self, node: fx.Node, have: list[Placement]) -> Signature | None:
+        found = batch_is_split(node, have)
+        if found is None and P in have and highest_border(slots_of(node)[have.index(P)], R) is None:
+            found = adds_to_each(node, have, self.ranks)
+        if found is None:
+            return None
+        self.typing.faults.append(found[1])
+        return found[0]
+
     def _cheapest(self, node: fx.Node, slots: list[fx.Node], have: list[Placement]) -> Signature:
         best, least = None, math.inf
         for one in self._legal(node, have):
             price = self._price(slots, have, one)
             if 0 < price < math.inf:
                 price += self._ahead(node, one.outputs)
-            if any(size.kind == "computed" for size in self._sizes(node, one).values()):
+            if price < least and any(size.kind == "computed" for size in wrong_sizes(self.typing, node, one).values()):
                 price += 1e12
             if price < least:
                 best, least = one, price
+            if price == 0:
+                break
         if best is None:
             given = ", ".join(f"{said(slot)} {one}" for slot, one in zip(slots, have))
             self.typing.faults.append(Fault("no signature", node, f"{said(node)} takes no such placements: {given}."))
@@ -215,57 +224,16 @@ class Forward:
             price = self._price(slots, have, one)
             if price < least:
                 best, least = one, price
+            if price == 0:
+                break
         if best is None:
             return 0
         return least if least else self._ahead(user, best.outputs, depth - 1)
 
     # ---- sizes
 
-    def _size(self, node: fx.Node) -> Any:
-        """What a rank sees of a size."""
-        name = name_of(node)
-        if name in ("getattr", "size", "numel"):
-            base = node.args[0]
-            local = local_shape(shape_of(base), self.typing.after[base][0], self.ranks, 0)  # type: ignore[arg-type,index]
-            if name == "numel":
-                return math.prod(local)
-            return local if name == "getattr" or len(node.args) < 2 else local[node.args[1]]  # type: ignore[index]
-        return node.target(*fx.map_arg(node.args, lambda one: self.typing.local[one]))  # type: ignore[operator]
-
-    def _sizes(self, node: fx.Node, one: Signature) -> dict[tuple[int, ...], Resize]:
-        """The sizes in a node's arguments that would be wrong on a rank."""
-        name, found = canonical(name_of(node)), {}
-        given = list(numbers(node.args))
-        if not given:
-            return {}
-
-        def passes(value: Any) -> int:
-            return int(self.typing.local[value] if isinstance(value, fx.Node) else value)
-
-        def note(place: tuple[int, ...], value: Any, needs: int) -> None:
-            if passes(value) not in (-1, needs):
-                kind = "computed" if isinstance(value, fx.Node) else "literal"
-                found[place] = Resize(passes(value), needs, kind, getattr(value, "owner", None))
-
-        if name in _SIZED or one.kind == "made":
-            wanted = local_shape(shape_of(node), one.outputs[0], self.ranks, 0)
-            sizes = given[-len(wanted) :] if len(given) >= len(wanted) else []
-            for (place, value), needs in zip(sizes, wanted):
-                note(place, value, needs)
-        elif name == "split" and isinstance(one.outputs[0], Shard):
-            dim = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
-            if dim % len(shape_of(node.args[0])) == one.outputs[0].dim:  # type: ignore[arg-type,operator]
-                sections = [(place, value) for place, value in given if place[0] == 1]
-                for (place, value), part in zip(sections, tensors_of(node)):
-                    note(place, value, local_shape(part.shape, one.outputs[0], self.ranks, 0)[one.outputs[0].dim])
-        elif not is_move(operation_of(node)):
-            for place, value in given:
-                if isinstance(value, fx.Node) and passes(value) != value.meta["int"]:
-                    found[place] = Resize(passes(value), value.meta["int"], "built")
-        return found
-
     def _note_sizes(self, node: fx.Node, one: Signature) -> None:
-        for place, size in self._sizes(node, one).items():
+        for place, size in wrong_sizes(self.typing, node, one).items():
             if size.kind == "literal":
                 self.typing.resized.setdefault(node, {})[place] = size
             else:

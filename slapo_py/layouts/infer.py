@@ -24,18 +24,18 @@ def infer(
     syncs: "Mapping[fx.Node, Placement | Sync] | None" = None,
     inputs: Mapping[str, Placement] | None = None,
     outputs: Placement = R,
-    lines: Mapping[str, str] | None = None,
+    known: dict[Any, list[Signature]] | None = None,
 ) -> Typing:
     """The placements of all values and gradients, with every conversion that they need, at module borders if possible.
 
     params: of the `get_attr` nodes that are split. syncs: what is wanted at borders, a placement of the value or a sync
-    of the schedule. inputs, outputs: of what comes and goes. lines: label lines of operations that the table does not
-    know. What a schedule's syncs do wrong is among the faults.
+    of the schedule. inputs, outputs: of what comes and goes. known: signatures that an earlier call has worked out for
+    this graph and these ranks; this one adds its own. What a schedule's syncs do wrong is among the faults.
     """
     wanted: dict[fx.Node, Placement | Sync] = dict(syncs or {})
-    known: dict[Any, list[Signature]] = {}
+    known = {} if known is None else known
     for _ in range(_ROUNDS):
-        forward = Forward(graph, ranks, params, wanted, inputs or {}, outputs, lines or {}, known)
+        forward = Forward(graph, ranks, params, wanted, inputs or {}, outputs, known)
         forward.run()
         more = {node: one for node, one in _lifted(forward).items() if node not in wanted}
         if not more:
@@ -57,6 +57,18 @@ def share(typing: Typing) -> None:
         shared = together.setdefault((node, one.target), Conversion(node, one.source, one.target, readers=frozenset()))
         shared.readers = (shared.readers or frozenset()) | {user}
         typing.on_edge[node, user] = shared
+    for one in together.values():
+        if _serves_all(one, typing):
+            for user in one.readers or ():
+                del typing.on_edge[one.node, user]
+            typing.at_node[one.node] = Conversion(one.node, one.source, one.target)
+            typing.after[one.node] = (one.target,)
+
+
+def _serves_all(one: Conversion, typing: Typing) -> bool:
+    """Whether a conversion for all that reads a value can stand at a border: nothing reads the sizes before it."""
+    node = one.node
+    return is_border(node) and node not in typing.at_node and set(one.readers or ()) == set(node.users)
 
 
 def _lifted(forward: Forward) -> dict[fx.Node, Placement]:

@@ -5,13 +5,17 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from slapo_py.layouts.borders import border
+from slapo_py.layouts.lines import has_line
 from slapo_py.layouts.operation import Operation, TensorSpec
-from slapo_py.layouts.record import border
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of a node's function or method."""
-    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", node.target))
+    """The name of a node's function or method; a fused kernel's is no operation's of torch."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = str(getattr(node.target, "__name__", node.target))
+    return f"kernel {name}" if has_line(node.target) else name
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:

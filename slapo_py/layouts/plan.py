@@ -6,12 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from slapo_py.errors import PlacementError
 from slapo_py.layouts.placement import Placement, R, local_shape
 from slapo_py.layouts.syncs import placements_of
 from slapo_py.snapshot import random_states_kept
 
 if TYPE_CHECKING:
+    from torch import fx
+
     from slapo_py.layouts.state import Typing
     from slapo_py.schedule import Schedule
 
@@ -108,9 +112,22 @@ def _sent(typing: "Typing") -> Iterator[tuple[str, str, str, int]]:
             if kind not in ("none", "mask", "split"):
                 size = int(factor(kind, typing.ranks) * bytes_of(one.node))
                 yield str(one.node.meta.get("within", "")), direction, kind, size
+    for node, signature in typing.signature.items():
+        if signature.needs == "cross_entropy":
+            yield str(node.meta.get("within", "")), "forward", "all_gather", _of_a_loss(node, typing.ranks)
     for node in typing.reduced:
         size = int(factor("all_reduce", typing.ranks) * bytes_of(node))
         yield str(node.target).rpartition(".")[0], "parameter", "all_reduce", size
+
+
+def _of_a_loss(node: "fx.Node", ranks: int) -> int:
+    """Bytes of the one exchange of `slapo_py.distributed.cross_entropy`: three or four numbers of each row."""
+    from slapo_py.layouts.nodes import shape_of, slots_of
+
+    logits = slots_of(node)[0]
+    wide = torch.promote_types(logits.meta["val"].dtype, torch.float32)
+    numbers = 4 if node.kwargs.get("label_smoothing") else 3
+    return (ranks - 1) * ranks * numbers * math.prod(shape_of(logits)[:-1]) * wide.itemsize
 
 
 def _traffic(sent: Iterable[tuple[str, str, str, int]]) -> list[Traffic]:

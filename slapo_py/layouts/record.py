@@ -7,35 +7,21 @@ numbers that a forward reads from modules remember where they come from, so that
 that has to change.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from slapo_py.layouts.borders import ENTER, EXIT, border, tensors_at
+from slapo_py.layouts.owned import owned
+from slapo_py.layouts.rewritten import Rewritten, marks_of
+from slapo_py.tracing import trace_of
 from slapo_py.tracing.capture import Capture
 from slapo_py.tracing.values import map_tensors
 
-ENTER, EXIT = "input", "output"
-_NO_SIZES = {"layer_idx", "layer_id"}
-
-
-def border(x: Tensor, side: str, path: str, index: int) -> Tensor:
-    """A tensor that enters or leaves the module at `path`: its input or output number `index`."""
-    return x
-
-
-class Owned(int):
-    """A whole number that a forward has read: the attribute `owner[1]` of the module at `owner[0]`."""
-
-    owner: tuple[str, str]
-
-    def __new__(cls, value: int, owner: tuple[str, str]) -> "Owned":
-        made = int.__new__(cls, value)
-        made.owner = owner
-        return made
-
-    def __reduce__(self) -> Any:
-        return (int, (int(self),))
+if TYPE_CHECKING:
+    from slapo_py.schedule import Schedule
+    from slapo_py.tracing import Tracer
 
 
 class Recording(Capture):
@@ -43,6 +29,8 @@ class Recording(Capture):
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__(root, lambda path, module: False)
+        self.rewritten: dict[str, Rewritten] = {}
+        """What runs in place of the forward of a module, by its path."""
 
     def bind(self, value: Any, node: Any) -> Any:
         if isinstance(node, fx.Node) and isinstance(value, Tensor | tuple | list):
@@ -56,36 +44,46 @@ class Recording(Capture):
         return self._at_border(out, EXIT)
 
     def attribute(self, path: str, name: str, value: Any) -> Any:
-        plain = type(value) is int and not name.startswith("_") and name not in _NO_SIZES
-        return Owned(value, (path, name)) if plain else value
+        return owned(path, name, value)
+
+    def instead(self, path: str) -> Any:
+        return self.rewritten.get(path)
+
+    def cross(self, tensor: Tensor, side: str, path: str, index: int) -> Tensor:
+        """The tensor behind a border."""
+        node = self.graph.call_function(border, (self.arg(tensor), side, path, index))
+        node.meta["within"] = path
+        return self.bind(self.quiet(tensor.view_as, tensor), node)  # type: ignore[no-any-return]
 
     def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def bordered(*given: Any, **named: Any) -> Any:  # the whole has borders, too
+        def bordered(root: nn.Module, *given: Any, **named: Any) -> Any:  # the whole has borders, too
             given, named = self.entered(given, named)
-            return self.left(forward(*given, **named))
+            instead = self.instead("")
+            return self.left(instead(*given, **named) if instead else forward(root, *given, **named))
 
         return super()._forward(bordered, args, kwargs)
 
     def _at_border(self, values: Any, side: str) -> Any:
-        seen: dict[int, Tensor] = {}
-
-        def passed(tensor: Tensor) -> Tensor:
-            if isinstance(tensor, nn.Parameter):
-                return tensor
-            if id(tensor) not in seen:
-                node = self.graph.call_function(border, (self.arg(tensor), side, self.within, len(seen)))
-                node.meta["within"] = self.within
-                seen[id(tensor)] = self.bind(self.quiet(tensor.view_as, tensor), node)
-            return seen[id(tensor)]
-
-        return map_tensors(values, passed)
+        passed = {
+            id(tensor): self.cross(tensor, side, self.within, index) for index, tensor in enumerate(tensors_at(values))
+        }
+        return map_tensors(values, lambda tensor: passed.get(id(tensor), tensor))
 
 
-def record(place: Any, training: bool = True) -> Recording:
-    """The flat recording of a place of a schedule, on its example inputs. Raises `TraceError`, `NoExampleInputs`."""
-    recording = place.root.tracer.recording
-    made = Recording(place.module)
-    made.run(recording.calls[place.path], recording.fakes, training)
+def record(place: "Schedule", training: bool = True, tracer: "Tracer | None" = None) -> Recording:
+    """The flat recording of a place of a schedule, on its example inputs, or on those of another tracer of its copy.
+
+    Raises `TraceError`, `NoExampleInputs`.
+    """
+    tracer = tracer or place.root.tracer
+    made, call = Recording(place.module), tracer.call(place.path)
+    for path, module in place.module.named_modules():
+        trace = trace_of(module)
+        if trace is not None and trace.steps:
+            full = ".".join(filter(None, (place.path, path)))
+            marks = marks_of(module, tracer.call(full), tracer.recording.fakes, trace)
+            made.rewritten[path] = Rewritten(made, path, module, trace, marks)
+    made.run(call, tracer.recording.fakes, training)
     _complete(made.graph)
     made.graph.eliminate_dead_code(lambda node: _has_effect(node))
     return made

@@ -5,22 +5,17 @@ conversion is one autograd function over the p parts, with exactly the collectiv
 one mask at the whole shape and gives each rank its part of it, so that the ranks together drop what one process drops.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from slapo_py.layouts import local
-from slapo_py.layouts.nodes import is_record, name_of, outputs_of, tensors_of
-from slapo_py.layouts.placement import P, Partial, Placement, R, Shard, join, split
+from slapo_py.layouts.lock_step import Parts, computed, parts_of
+from slapo_py.layouts.nodes import is_record, outputs_of
+from slapo_py.layouts.placement import P, Partial, Placement, R, Shard, join
 from slapo_py.layouts.state import OUTPUT, Conversion, Typing
-from slapo_py.layouts.table import canonical
-
-Parts = list[Any]
 
 
 @dataclass
@@ -55,15 +50,6 @@ def whole(parts: Sequence[Tensor], placement: Placement) -> Tensor:
         stacked = torch.stack(list(parts))
         return {"sum": stacked.sum(0), "max": stacked.amax(0), "min": stacked.amin(0)}[placement.op]
     return parts[0].clone()
-
-
-def parts_of(tensor: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
-    """The parts of one tensor; of a partial sum, the first rank has it all."""
-    if isinstance(placement, Shard):
-        return [one.clone() for one in split(tensor, placement, ranks)]
-    if isinstance(placement, Partial) and placement.op == "sum":
-        return [tensor.clone(), *(torch.zeros_like(tensor) for _ in range(ranks - 1))]
-    return [tensor.clone() for _ in range(ranks)]
 
 
 def converted(parts: Sequence[Tensor], source: Placement, target: Placement) -> list[Tensor]:
@@ -149,15 +135,7 @@ class _Run:
         if node.op == "get_attr":
             return self._attribute(node)
         parts = [self._arguments(node, rank) for rank in range(self.ranks)]
-        signature = self.typing.signature.get(node)
-        needs = signature.needs if signature is not None else ""
-        if needs == "embedding":
-            return local.embedding_in_lock_step(parts)
-        if needs == "cross_entropy":
-            return local.cross_entropy_in_lock_step(parts)
-        if signature is not None and _drops(node, parts[0][1]):
-            return _dropped(node, parts, self.typing)
-        return [_call(node, args, kwargs) for args, kwargs in parts]
+        return computed(node, parts, self.typing.signature.get(node))
 
     def _input(self, node: fx.Node) -> Parts:
         value = self.given.get(str(node.target))
@@ -193,82 +171,13 @@ class _Run:
 
         args, kwargs = fx.map_arg(node.args, pick), fx.map_arg(node.kwargs, pick)
         for place, size in self.typing.resized.get(node, {}).items():
-            args = _with(args, place, size.needs)
+            args = with_value(args, place, size.needs)
         return tuple(args), dict(kwargs)
 
 
-def _with(args: Any, place: tuple[int, ...], value: int) -> Any:
+def with_value(args: Any, place: tuple[int, ...], value: int) -> Any:
     """Nested arguments with one of them replaced."""
     index, rest = place[0], place[1:]
     changed = list(args)
-    changed[index] = _with(args[index], rest, value) if rest else value
+    changed[index] = with_value(args[index], rest, value) if rest else value
     return tuple(changed)
-
-
-def _call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _drops(node: fx.Node, kwargs: Mapping[str, Any]) -> bool:
-    if canonical(name_of(node)) == "dropout":
-        return True
-    return name_of(node) == "scaled_dot_product_attention" and bool(kwargs.get("dropout_p"))
-
-
-def _dropped(node: fx.Node, parts: list[tuple[tuple[Any, ...], dict[str, Any]]], typing: Typing) -> Parts:
-    """Dropout with one mask for all ranks, drawn at the whole shape."""
-    (result,) = tensors_of(node)
-    placement = typing.produced[node][0]
-    if name_of(node) == "scaled_dot_product_attention":
-        return _dropped_attention(node, parts, placement)
-    first, kwargs = parts[0]
-    p = kwargs.get("p", first[1] if len(first) > 1 else 0.5)
-    training = kwargs.get("training", first[2] if len(first) > 2 else True)
-    x = first[0]
-    mask = F.dropout(torch.ones(tuple(result.shape), dtype=x.dtype), p, training)
-    return [args[0] * one for (args, _), one in zip(parts, parts_of(mask, placement, len(parts)))]
-
-
-def _dropped_attention(
-    node: fx.Node, parts: list[tuple[tuple[Any, ...], dict[str, Any]]], placement: Placement
-) -> Parts:
-    (result,) = tensors_of(node)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = [{**dict(zip(names, args)), **kwargs} for args, kwargs in parts]
-    length = node_length(node)
-    shape = (*tuple(result.shape)[:-1], length)
-    mask = F.dropout(torch.ones(shape, dtype=given[0]["query"].dtype), given[0]["dropout_p"])
-    masks = parts_of(mask, placement, len(parts))
-    return [_attention(**{**one, "noise": noise}) for one, noise in zip(given, masks)]
-
-
-def node_length(node: fx.Node) -> int:
-    """The number of keys of an attention, whole."""
-    key = node.args[1] if len(node.args) > 1 else node.kwargs["key"]
-    return int(key.meta["val"].shape[-2])  # type: ignore[union-attr]
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    noise: Tensor | None = None,
-) -> Tensor:
-    """Scaled dot-product attention in its parts, with the noise of its dropout given."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = scores.softmax(-1)
-    return (weights if noise is None else weights * noise) @ value

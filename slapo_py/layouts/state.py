@@ -88,11 +88,15 @@ def said(node: "fx.Node | str") -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that does not fit: of which kind, where, and the sentence that says so."""
+    """Something that does not fit: of which kind, where, and the sentence that says so.
+
+    line: what to write, if one line mends it; it is part of the message. `sch` stands for the place that was checked.
+    """
 
     kind: str
     node: fx.Node
     message: str
+    line: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ class Sync:
     """One collective on a value and one on its gradient, where tensor number `index` enters or leaves a module.
 
     value: a collective, or None. grad: a collective, None, or "auto": whatever fits. dim: the dim that is split after
-    `reduce_scatter`, `all_to_all` and `split`, and before `all_gather`; parts: in how many blocks, each split alike.
+    `reduce_scatter`, `all_to_all` and `split`, and before `all_gather`; parts: in how many blocks, each split alike, or
+    "batch": see `rows.py`, which knows the number.
     """
 
     side: str
@@ -26,7 +27,13 @@ class Sync:
     value: str | None
     grad: str | None
     dim: int | None
-    parts: int = 1
+    parts: int | str = 1
+
+    @property
+    def shard(self) -> Shard:
+        """How the value is split before or after."""
+        assert not isinstance(self.parts, str)  # `recorded.py` puts in the number
+        return Shard(self.dim or 0, self.parts)
 
     def target(self, source: Placement) -> tuple[Placement, str]:
         """The placement after the collective on a value placed so, and why that is wrong ("" if it is right)."""
@@ -36,9 +43,10 @@ class Sync:
             twice = ": it would be added up once for each rank" if source == R else ""
             return R, "" if source == P else f"the value is {source}, not a partial sum{twice}"
         if self.value == "all_gather":
-            fits = isinstance(source, Shard) and source.dim == self.dim
-            return R, "" if fits else f"the value is {source}, not split along dim {self.dim}"
-        shard = Shard(self.dim or 0, self.parts)
+            fits = isinstance(source, Shard) and (source.dim, source.blocks) == (self.dim, self.parts)
+            blocks = f" in {self.parts} blocks" if self.parts != 1 else ""
+            return R, "" if fits else f"the value is {source}, not split along dim {self.dim}{blocks}"
+        shard = self.shard
         if self.value == "all_to_all":
             return shard, "" if isinstance(source, Shard) else f"the value is {source}, not split"
         wanted = P if self.value == "reduce_scatter" else R

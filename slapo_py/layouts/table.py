@@ -71,7 +71,8 @@ RULES: dict[str, Rule] = {
 
 # The value is the same on its way out: every partial value passes, the maximum of one too.
 IDENTITY = frozenset(
-    "border alias to float double half bfloat16 type clone contiguous detach identity positive".split()
+    "border alias to float double half bfloat16 type clone contiguous detach identity positive "
+    "autocast_argument".split()
 )
 
 # Row-major order is kept: one rule of `shapes.py` for all.

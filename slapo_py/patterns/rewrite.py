@@ -1,5 +1,6 @@
 """The rewriter: groups of nodes become one call each, and whatever has effects keeps its order."""
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,12 +54,14 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
         after = _movable(module, nodes)
         with new.inserting_before(nodes[-1].next):
             call = make(new, index, table.__getitem__)
+        call.meta["within"] = _within(nodes)
         place = call
         for position, output in enumerate(group.outputs):
             value = call
             if len(group.outputs) > 1:
                 with new.inserting_before(place.next):
                     value = place = new.call_function(operator.getitem, (call, position))
+            value.meta["stands_for"] = table[output].meta.get("stands_for", output.name)
             table[output].replace_all_uses_with(value)
             table[output] = value  # a later group may take it as its input
         for node in after:
@@ -68,6 +71,13 @@ def contract(module: nn.Module, graph: fx.Graph, groups: Sequence[Group], make: 
             new.erase_node(node)
         calls.append(call)
     return new, calls
+
+
+def _within(nodes: list[fx.Node]) -> str:
+    """The innermost submodule that all of these are part of."""
+    parts = [str(node.meta.get("within", "")).split(".") for node in nodes if not _is_plain(node)]
+    shared = itertools.takewhile(lambda atoms: len(set(atoms)) == 1, zip(*parts))
+    return ".".join(atoms[0] for atoms in shared)
 
 
 def _move_device_reads(nodes: list[fx.Node]) -> None:

@@ -84,6 +84,10 @@ class Tape(Bindings):
         """What it gives back."""
         return out
 
+    def instead(self, path: str) -> Callable[..., Any] | None:
+        """What runs in place of the forward of the submodule at `path`, which is part of the graph."""
+        return None
+
     def attribute(self, path: str, name: str, value: Any) -> Any:
         """What a forward sees of an attribute that it reads of a module."""
         return value

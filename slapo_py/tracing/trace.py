@@ -120,6 +120,19 @@ class Trace(Layer):
         guards.attributes(module, {key: value for key, value in reads.items() if key not in self.reads})
         return guards, {**self.reads, **reads}
 
+    def takes_in(self, path: str) -> bool:
+        """Whether a step on this graph has put something in the place of the call of a submodule."""
+        return any(line.startswith(f"type(self{dotted(path)}) is ") for line in self._guards.lines)
+
+    def reading(self, module: nn.Module, changed: Reads) -> "Trace":
+        """This trace where attributes that it has read have other values now, which its graph knows already."""
+        guards = self._guards.copy()
+        for owner, name in changed:
+            guards.lines = [line for line in guards.lines if not line.startswith(f"({owner}.{name} is ")]
+        guards.attributes(module, changed)
+        reads = {**self.reads, **changed}
+        return self.rewritten(self.graph, self.structural, ("build", "reads"), guards=guards, reads=reads)
+
     def without(self, paths: Collection[str]) -> "Trace":
         """This trace where submodules are gone that its graph does not use: what was asked of them is asked no more."""
         if not paths:

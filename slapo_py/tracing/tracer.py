@@ -154,20 +154,24 @@ class Tracer:
                         raise
         return self._others
 
-    # ---- traces ------------------------------------------------------------------------------------------------------
-    def _module(self, path: str) -> nn.Module:
-        return self._model().get_submodule(path)
-
-    def _find(self, path: str, flatten: bool, leaves: tuple[str, ...]) -> Trace:
-        module = self._module(path)
+    def call(self, path: str) -> Call:
+        """What the module at a path is called with. Raises `TraceError` if it is not called."""
         if self._dropped and path not in self.recording.calls:
             self.forget()
         call = self.recording.calls.get(path)
         if call is None:
             raise TraceError(
-                f"{path!r} ({bare(module).__name__}) was not called when the model ran on the example inputs; "
-                "trace a module around it, or give example inputs that reach it"
+                f"{path!r} ({bare(self._module(path)).__name__}) was not called when the model ran on the example "
+                "inputs; trace a module around it, or give example inputs that reach it"
             )
+        return call
+
+    # ---- traces ------------------------------------------------------------------------------------------------------
+    def _module(self, path: str) -> nn.Module:
+        return self._model().get_submodule(path)
+
+    def _find(self, path: str, flatten: bool, leaves: tuple[str, ...]) -> Trace:
+        module, call = self._module(path), self.call(path)
         seconds = [(other.calls[path], other.fakes) for other in self._second_recordings() if path in other.calls]
         alike = [one for one in seconds if _comparable(call, one[0])]
         other_kinds, seconds = len(seconds) - len(alike), alike

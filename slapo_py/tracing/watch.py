@@ -139,7 +139,10 @@ class Watch:
             if not capture.active or id(module) not in capture.leaves:
                 if capture.active:
                     capture.inlined.add(paths[id(module)])
-                    _refuse_rewritten(module, paths[id(module)])
+                    instead = capture.instead(paths[id(module)])
+                    if instead is None:
+                        _refuse_rewritten(module, paths[id(module)])
+                    forward = instead or forward
                 around, capture.within = capture.within, paths[id(module)]
                 try:
                     args, kwargs = capture.entered(args, kwargs)

@@ -48,8 +48,10 @@ def _module(sch: "Schedule", trial: Trial, row: Row) -> str | None:
         return _owner(trial.original, row.differences[0])
     new = probed.run(sch.module)
     bugs = [one.key.name for one in row.differences if one.grade == BUG and one.key and one.key.kind == GRADIENT]
-    tied = _tied(trial.original)  # whose gradient comes from several places, and says little about where it went wrong
-    parameters = [name for name in bugs if name not in tied] or bugs
+    several = tied(
+        trial.original
+    )  # whose gradient comes from several places, and says little about where it went wrong
+    parameters = [name for name in bugs if name not in several] or bugs
     found = probed.differences(new, lambda result: result.probed)
     culprit = first_module(probed.old.probed, new.probed, found, parameters)
     if culprit is not None:
@@ -57,8 +59,8 @@ def _module(sch: "Schedule", trial: Trial, row: Row) -> str | None:
     return new.raised_in if new.error is not None else _owner(trial.original, row.differences[0])
 
 
-def _tied(module: nn.Module) -> set[str]:
-    """The names of parameters that have several."""
+def tied(module: nn.Module) -> set[str]:
+    """The names of parameters that have several names."""
     names: dict[int, list[str]] = {}
     for name, one in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(one), []).append(name)
@@ -117,6 +119,18 @@ def _is_bad(sch: "Schedule", trial: Trial, steps: History) -> bool:
 
 
 def _message(sch: "Schedule", row: Row, where: str, module: str | None, step: int | None, why: str) -> str:
+    text = diverging(sch, row, where, module)
+    if step is None:
+        return f"{text} {why} error.report has all that was compared."
+    written = sch.history[step - 1].source(Source())
+    back = len(sch.history) - step + 1
+    text += f" It comes with step {step}: {written}; the steps before it are right."
+    text += f" Correct that step, or take it back with sch.undo({back}); error.report has all that was compared."
+    return text
+
+
+def diverging(sch: "Schedule", row: Row, where: str, module: str | None) -> str:
+    """What differs most, and the first module that diverges."""
     first, others = row.differences[0], sum(one.grade == BUG for one in row.differences) - 1
     text = f'{where}: in the scenario "{row.scenario}", {said(first)}.'
     if others:
@@ -126,12 +140,6 @@ def _message(sch: "Schedule", row: Row, where: str, module: str | None, step: in
         kind = bare(there).__name__
         at = f'"{module}" ({kind})' if module else f"the whole model ({kind}), outside of its children"
         text += f" The first module that diverges is {at}."
-    if step is None:
-        return f"{text} {why} error.report has all that was compared."
-    written = sch.history[step - 1].source(Source())
-    back = len(sch.history) - step + 1
-    text += f" It comes with step {step}: {written}; the steps before it are right."
-    text += f" Correct that step, or take it back with sch.undo({back}); error.report has all that was compared."
     return text
 
 

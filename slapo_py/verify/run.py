@@ -4,14 +4,17 @@ import contextlib
 import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from slapo_py.errors import GuardError
 from slapo_py.tracing.recorder import Inputs
 from slapo_py.tracing.values import map_tensors
+from slapo_py.verify.borders import Borders
 from slapo_py.verify.leaves import leaves, once, shared, tensors_of
 from slapo_py.verify.probes import Probes
 from slapo_py.verify.scenarios import Call, Scenario
@@ -20,6 +23,8 @@ from slapo_py.verify.world import global_state, random_states
 
 Change = Callable[[Tensor], Tensor]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
+ProbeKind = Callable[[nn.Module, nn.Module], "Probes | Borders"]
+"""Makes the hooks on a private copy, of it and the original."""
 
 
 class Key(NamedTuple):
@@ -51,13 +56,20 @@ class Plan:
 
 
 class Result:
-    """What one run has shown. `error` is what it raised, if it raised; `raised_in` the module, if there were probes."""
+    """What one run has shown. `error` is what it raised, if it raised; `raised_in` the module, if there were probes.
+
+    on: which rank raised, for a message. is_uncovered: it raised that the schedule is not for such inputs. seconds: how
+    long it took.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[Key, Any] = {}
         self.probed: dict[Any, Any] = {}
         self.error: Exception | None = None
         self.raised_in: str | None = None
+        self.on = ""
+        self.is_uncovered = False
+        self.seconds = 0.0
         self.call = 0
 
     def note(self, kind: str, name: str, value: Any) -> None:
@@ -72,36 +84,38 @@ def run(
     prepare: Callable[[nn.Module], None] | None = None,
     change: Change | None = None,
     around: Around = contextlib.nullcontext,
-    probed: bool = False,
+    probes: ProbeKind | None = None,
 ) -> Result:
     """Put a private copy through a scenario.
 
     `prepare` changes the module first, `change` each input; `around` is entered around each call and backward pass.
     An Exception of the model is kept in the result; what isn't one (KeyboardInterrupt) passes.
     """
-    one = _Run(module, original, plan, change, around)
-    _cast(module, plan.scenario)
+    one = Run(module, original, plan, change, around)
+    cast(module, plan.scenario)
     if prepare is not None:
         prepare(module)
     one.note_facts("")
-    probes = Probes(module, original) if probed else None
-    _seed(plan.seed)
-    result = one.result
+    seen = probes(module, original) if probes else None
+    seed_all(plan.seed)
+    result, begun = one.result, time.monotonic()
     try:
-        with probes or contextlib.nullcontext():
+        with seen or contextlib.nullcontext():
             for number, call in enumerate(plan.scenario.calls, 1):
                 result.call = number
                 one.call(call)
     except Exception as error:
-        result.error = error
-        result.raised_in = probes.innermost if probes else None
+        result.error, result.is_uncovered = error, isinstance(error, GuardError)
+        result.raised_in = seen.innermost if seen else None
     else:
         one.note_facts(" afterwards")
-    result.probed = probes.seen if probes else {}
+    result.probed, result.seconds = seen.seen if seen else {}, time.monotonic() - begun
     return result
 
 
-class _Run:
+class Run:
+    """One private copy on its way through a scenario."""
+
     def __init__(
         self, module: nn.Module, original: nn.Module, plan: Plan, change: Change | None, around: Around
     ) -> None:
@@ -110,6 +124,7 @@ class _Run:
         self.known = {name for name, _ in original.named_modules(remove_duplicate=False)}
         self.gone = dropped(module)
         self.world = global_state()
+        self.flags: dict[str, bool] = {}
         self.result = Result()
 
     def note_facts(self, when: str) -> None:
@@ -118,31 +133,57 @@ class _Run:
                 self.result.note(what + when, name, value)
 
     def call(self, call: Call) -> None:
-        module, note = self.module, self.result.note
-        if call.training is not None:
-            module.train(call.training)
-        given, wanted = self._inputs(call)
-        flags = self._flags()
+        self.enter(call)
+        given, wanted = self.inputs(call)
         with self.around(), torch.inference_mode(call.inference), torch.set_grad_enabled(call.grad):
-            with _autocast(module, self.scenario):
+            with _autocast(self.module, self.scenario):
                 args, kwargs = given
-                out = module(*args, **kwargs)
+                out = self.module(*args, **kwargs)
+        self.note_output(given, out)
+        if call.grad:
+            self._backward(out)
+        self.note_after(call, given, wanted)
+        if call.step:
+            self._step()
+        self.note_parameters()
+
+    def enter(self, call: Call) -> None:
+        """The mode that a call asks for."""
+        if call.training is not None:
+            self.module.train(call.training)
+        self.flags = self._flags()
+
+    def note_output(self, given: Inputs, out: Any) -> None:
+        note = self.result.note
         for name, leaf in leaves(out):
             note("output", name, leaf)
             if isinstance(leaf, Tensor):
                 note("requires_grad of the output", name, leaf.requires_grad)
                 note("sharing of the output", name, shared(leaf, given, out))
+
+    def note_after(self, call: Call, given: Inputs, wanted: list[tuple[str, Tensor]]) -> None:
+        """What a call and its backward pass have left behind."""
+        self.note_held(call)
+        self.note_around(call, given, wanted)
+
+    def note_held(self, call: Call) -> None:
+        """Of that, what the model holds: gradients and buffers."""
+        note = self.result.note
         if call.grad:
-            self._backward(out)
-            for name, gradient in gradients(module).items():
+            for name, gradient in gradients(self.module).items():
                 note("gradient of the parameter", name, gradient)
+        for name, buffer in buffers(self.module).items():
+            if name not in self.gone:
+                note("buffer", name, buffer)
+
+    def note_around(self, call: Call, given: Inputs, wanted: list[tuple[str, Tensor]]) -> None:
+        """Of that, what is not the model's: the inputs, random states, global state, flags."""
+        note = self.result.note
+        if call.grad:
             for name, one in wanted:
                 note("gradient of the input", name, one.grad)
         for name, leaf in leaves(given):
             note("content of the input", _called(name), leaf)
-        for name, buffer in buffers(module).items():
-            if name not in self.gone:
-                note("buffer", name, buffer)
         for name, state in random_states().items():
             note("random state of", name, state)
         now = global_state()
@@ -150,12 +191,12 @@ class _Run:
             if now.get(name) != self.world.get(name):
                 note("global state", name, now.get(name))
         for name, flag in self._flags().items():
-            if flag is not flags.get(name):
+            if flag is not self.flags.get(name):
                 note("training flag", name, flag)
-        if call.step:
-            self._step()
-        for name, parameter in named_state(module).items():
-            note("parameter", name, parameter)
+
+    def note_parameters(self) -> None:
+        for name, parameter in named_state(self.module).items():
+            self.result.note("parameter", name, parameter)
 
     def _flags(self) -> dict[str, bool]:
         return {name: one.training for name, one in self.module.named_modules() if name in self.known}
@@ -167,7 +208,7 @@ class _Run:
             with self.around():
                 torch.autograd.backward([one for _, one in outs], cotangents)
 
-    def _inputs(self, call: Call) -> tuple[Inputs, list[tuple[str, Tensor]]]:
+    def inputs(self, call: Call) -> tuple[Inputs, list[tuple[str, Tensor]]]:
         """Copies of the inputs, and the leaves whose gradients are asked for."""
         scenario = self.scenario
         held: dict[int, Tensor] = {}
@@ -218,14 +259,14 @@ def _called(name: str) -> str:
     return name
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _cast(module: nn.Module, scenario: Scenario) -> None:
+def cast(module: nn.Module, scenario: Scenario) -> None:
     if scenario.dtype is not None:
         module.to(scenario.dtype)
     if scenario.scale != 1.0 or scenario.shift:

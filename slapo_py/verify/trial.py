@@ -1,7 +1,7 @@
 """One scenario on both models, and its grade."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from slapo_py.clone import clone
 from slapo_py.errors import GuardError
 from slapo_py.verify import noise
 from slapo_py.verify.differences import BUG, EQUAL, ROUNDING, UNCOVERED, Difference, Scale, suspects
+from slapo_py.verify.probes import Probes
 from slapo_py.verify.report import Row
-from slapo_py.verify.run import Plan, Result, run
+from slapo_py.verify.run import Plan, ProbeKind, Result, run
 from slapo_py.verify.scenarios import Scenario
 from slapo_py.verify.state import dropped
 from slapo_py.verify.world import alone
@@ -33,7 +34,7 @@ class Trial:
     def __init__(self, original: nn.Module, scenario: Scenario, seed: int, own: torch.dtype) -> None:
         self.original, self.scenario, self.own = original, scenario, own
         self.plan = Plan(scenario, seed)
-        self._probed = False
+        self.probes: ProbeKind | None = None
         self._noisy: dict[int, Result] = {}
         self.unstable: set[object] = set()
         """What differs between two runs of the original itself."""
@@ -41,7 +42,7 @@ class Trial:
     def run(self, module: nn.Module, **options: object) -> Result:
         """The scenario on a private copy of a module; what it leaves behind is put back."""
         with alone():
-            return run(private(module), self.original, self.plan, probed=self._probed, **options)  # type: ignore[arg-type]
+            return run(private(module), self.original, self.plan, probes=self.probes, **options)  # type: ignore[arg-type]
 
     @functools.cached_property
     def old(self) -> Result:
@@ -78,10 +79,10 @@ class Trial:
         """The dtype whose unit in the last place counts."""
         return self.scenario.autocast or self.dtype
 
-    def with_probes(self) -> "Trial":
+    def with_probes(self, kind: ProbeKind = Probes) -> "Trial":
         """The same trial with hooks on every module."""
         other = Trial(self.original, self.scenario, self.plan.seed, self.own)
-        other._probed = True
+        other.probes = kind
         return other
 
     def differences(self, new: Result, table: Table = lambda one: one.seen) -> list[Difference]:
@@ -138,23 +139,39 @@ class Trial:
 
     def row(self, module: nn.Module) -> Row | None:
         """The grade of a scheduled model, or None where even the original can't run the scenario."""
-        name, compared = self.scenario.name, len(self.old.seen)
         if self.left_out:
             why = self._other_refusal(module)
-            return Row(name, BUG, compared, (Difference(None, why),)) if why else None
-        new = self.run(module)
-        if isinstance(new.error, GuardError):
+            return Row(self.scenario.name, BUG, len(self.old.seen), (Difference(None, why),)) if why else None
+        return self.graded([self.run(module)], module)
+
+    def graded(self, results: Sequence[Result], module: nn.Module, aside: Container[str] = ()) -> Row:
+        """The grade of what a scheduled model has shown, on each rank. aside: kinds that are not compared."""
+        name, compared, new = self.scenario.name, len(self.old.seen), results[0]
+        if new.is_uncovered:
             return Row(name, UNCOVERED, 0, note=f"the schedule does not cover this: {new.error}")
         if new.error is not None:
-            why = f"the scheduled model raises {type(new.error).__name__}: {new.error}; the original does not"
+            raised = f"{type(new.error).__name__}: {new.error}"
+            why = f"the scheduled model raises {raised}{new.on}; the original does not"
             return Row(name, BUG, compared, (Difference(None, why),))
         gone = dropped(module)
         there = {name for name, _ in module.named_modules(remove_duplicate=False)}
-        found = [one for one in self.differences(new) if not _declared(one, gone, there)]
+        found = [one for one in self.worst(results) if one.key.kind not in aside and not _declared(one, gone, there)]
         grades = {one.grade for one in found}
         grade = BUG if BUG in grades else ROUNDING if found else EQUAL
         found.sort(key=_importance)
         return Row(name, grade, compared, tuple(found), self._note(found))
+
+    def worst(self, results: Sequence[Result], table: Table = lambda one: one.seen) -> list[Difference]:
+        """All that differs on any rank: the worst of each. A rank that shows what the first does isn't graded again."""
+        found: dict[Any, Difference] = {}
+        for index, result in enumerate(results):
+            if index and not suspects(table(results[0]), table(result)):
+                continue
+            for one in self.differences(result, table):
+                held = found.get(one.key)
+                if held is None or (one.grade == BUG, one.ratio) > (held.grade == BUG, held.ratio):
+                    found[one.key] = one
+        return list(found.values())
 
     def _note(self, found: list[Difference]) -> str:
         notes = ["two runs of the original itself differ, and more is allowed where they do"] if self.unstable else []

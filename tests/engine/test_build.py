@@ -249,14 +249,19 @@ def test_refuses_a_module() -> None:
 def test_refuses_meta() -> None:
     with torch.device("meta"):
         model = TinyLM()
-    with pytest.raises(BuildError, match=r"build at 'embed.weight': a tensor on device 'meta' has no values.*to_empty"):
+    with pytest.raises(
+        BuildError, match=r"build at 'embed.weight': a tensor on device 'meta' has no values.*init=slapo.own_init"
+    ):
         built(model)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": {"tp": 2}}, r"mesh= is not supported yet.*Leave mesh= out"),
+        ({"mesh": {"tp": 2}}, r"needs 2 processes that know of each other. .* torchrun --nproc-per-node 2"),
+        ({"mesh": ("tp", 2)}, r"mesh= takes sizes by axis"),
+        ({"mesh": {"t p": 2}}, r"'t p' is not the name of an axis"),
+        ({"mesh": {"tp": 0}}, r"the size of 'tp' must be a whole number from 1"),
         ({"optimizer": adamw}, r'optimizer= is for an engine, and no target is named.*target="torch", optimizer='),
         ({"micro_batches": 2}, r"micro_batches= is for an engine"),
         ({"precision": "bf16"}, r"precision= is for an engine"),
@@ -281,6 +286,7 @@ def test_refuses_arguments(options: dict[str, Any], message: str) -> None:
         ({"micro_batches": 0}, r"micro_batches=0: write a whole number from 1"),
         ({"micro_batches": 2.0}, r"micro_batches=2.0: write a whole number"),
         ({"precision": "fp16"}, r"precision='fp16': write precision=\"fp32\" or precision=\"bf16\""),
+        ({"data_parallel": "zero"}, r"data_parallel='zero': write data_parallel=\"ddp\""),
         ({"clip": 0}, r"clip=0: write a number above 0, or clip=None"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, r"takes a factory.*partial\(torch.optim.SGD, lr=...\)"),
         ({"scheduler": "cosine"}, r"scheduler= takes a function and got 'cosine'"),

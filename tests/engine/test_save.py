@@ -1,5 +1,6 @@
 """`save` and `load`: to the bit, all or nothing, and killed at every moment."""
 
+import errno
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import filesystem
 
 from slapo_py.backends import folder
 from slapo_py.backends.base import Engine
@@ -341,7 +343,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda run: (run / "slapo.json").unlink(), r"has no slapo.json: it was not saved by an engine, or not to its end"),
     (lambda run: truncate(run / "slapo.json"), r"slapo.json' is damaged"),
     (lambda run: edit(run / "slapo.json", files=[]), r"slapo.json' is damaged"),
-    (lambda run: edit(run / "slapo.json", format=99), r"has format 99 and this version reads 1"),
+    (lambda run: edit(run / "slapo.json", format=99), r"has format 99 and this version reads 2"),
     (shutil.rmtree, r"there is no folder '.*run'. engine.save\(...\) writes one"),
 ]
 
@@ -398,6 +400,14 @@ class WithGenerator(TinyLM):
         self.rng = torch.Generator()
 
 
+class WithExtra(TinyLM):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        """There is nothing to take."""
+
+
 def two_groups(pairs: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": pairs[:2]}, {"params": pairs[2:]}], lr=1e-2)
 
@@ -419,6 +429,7 @@ OTHERS: list[tuple[Any, dict[str, Any], str]] = [
     (TinyLM, {"optimizer": partial(torch.optim.SGD, lr=0.1)}, r"saved with optimizer AdamW and this engine has SGD"),
     (TinyLM, {"scheduler": None}, r"saved with scheduler StepLR and this engine has None"),
     (TinyLM, {"optimizer": two_groups}, r"has optimizer groups of \[6\] parameters and this engine of \[2, 4\]"),
+    (WithExtra, {}, r"misses '_extra_state' of the model: it was saved from another model"),
     (WithGenerator, {}, r"has random generators at \[\] and this engine at \['rng#0'\]"),
     (TinyLM, {"scheduler": stubborn}, r"the optimizer or scheduler refuses its saved state \(ValueError: no\)"),
 ]
@@ -441,6 +452,27 @@ def test_a_model_with_less_is_refused(tmp_path: Path) -> None:
     make(More()).save(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"also has 'more.bias', 'more.weight' of the model"):
         make(TinyLM()).load(tmp_path / "run")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.save(tmp_path / "run")
+
+    def full(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run(engine, 0, 1)
+    for owner, name in ((filesystem, "_write_item"), (Path, "write_bytes"), (Path, "mkdir")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(
+                CheckpointError, match=r"save: .*No space left on device.*(Nothing was changed|is whole)"
+            ):
+                engine.save(tmp_path / "run")
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    other = make()
+    other.load(tmp_path / "run")
+    assert other.step_count == 0
 
 
 def test_a_folder_of_others_is_not_replaced(tmp_path: Path) -> None:

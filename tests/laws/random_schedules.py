@@ -103,7 +103,8 @@ MODELS: dict[str, Model] = {
 # How often a primitive is drawn; compiling is the slowest to run.
 WEIGHTS = {
     "trace": 10, "checkpoint": 6, "compile": 2, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2, "replace": 4,
-    "group": 3, "fuse": 2, "decompose": 3, "attention": 2, "shard": 2, "sync": 2, "reduce_grad": 1,
+    "group": 3, "fuse": 2, "decompose": 3, "attention": 2, "shard": 2, "sync": 2, "reduce_grad": 3,
+    "fork_rng": 2,
 }  # fmt: skip
 
 
@@ -182,6 +183,7 @@ def _single_calls(model: Model) -> dict[str, list[Call]]:
         "reduce_grad": [
             ("reduce_grad", at, (name,), {}) for at, names in model.parameters.items() for name in names
         ],
+        "fork_rng": [("fork_rng", at, (), more) for at in model.places for more in ({}, {"axis": "ep"})],
     }  # fmt: skip
 
 

@@ -1,10 +1,12 @@
 """The checker: every planted fault gives exactly one message, with the place, the placements and the line to write."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from torch import Tensor, nn
 
 import slapo_py as slapo
@@ -36,6 +38,37 @@ class Literal(Mlp):
         return self.down(F.gelu(heads).flatten(2))
 
 
+class Thirds(Mlp):
+    """Three heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).view(*x.shape[:2], 3, 8).softmax(-1).flatten(2))
+
+
+class Grouped(nn.Dropout):
+    """A size of its own, of values that no rank has a part of."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1)
+        self.size = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], self.size, -1).softmax(-1).flatten(2)
+
+
+class Owner(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = Grouped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.drop(x) + self.down(F.gelu(self.up(x))))
+
+
 class DropsPartial(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.drop(self.down(F.gelu(self.up(x)))))
@@ -54,12 +87,89 @@ def mlp(kind: type[Mlp] = Mlp, *, up: bool = True, down: bool = True) -> slapo.S
     return sch
 
 
-def sequence() -> slapo.Schedule:
-    """Sequence parallelism, as auto_sync writes it, without the summed gradients of the norm."""
+def in_sequence(
+    change: Callable[[slapo.Schedule], None] = lambda sch: None, grad: str = "reduce_scatter"
+) -> slapo.Schedule:
+    """Sequence parallelism by hand, right if `grad` is."""
     sch = mlp(up=False, down=False)
-    sch["up"].sync("input", "all_gather", dim=1)
+    sch.sync("input", "split", dim=1)
+    sch["up"].sync("input", "all_gather", grad=grad, dim=1)
     sch["down"].sync("output", "reduce_scatter", dim=1)
+    sch["norm"].reduce_grad("bias")
+    sch.sync("output", "all_gather", dim=1)
+    change(sch)
     return sch
+
+
+def summed(sch: slapo.Schedule) -> None:
+    sch["norm"].reduce_grad("weight")
+
+
+def gathered(grad: str) -> slapo.Schedule:
+    """Only the first product is split, and gathered at once."""
+    sch = slapo.create_schedule(Mlp(), (torch.randn(4, 6, 16),))
+    sch["up"].shard("weight", "bias", dim="out")
+    sch["up"].sync("input", None, grad="all_reduce")
+    sch["up"].sync("output", "all_gather", grad=grad, dim=2)
+    return sch
+
+
+class Product(Mlp):
+    """The second product with a weight and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(self.up(x)), self.weight, self.bias)
+
+
+class BiasApart(Product):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.gelu(self.up(x)), self.weight) + self.bias
+
+
+def product(kind: type[Product]) -> slapo.Schedule:
+    """The sum over the ranks comes after the bias."""
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(kind(), (torch.randn(4, 6, 16),))
+    sch["up"].shard("weight", "bias", dim="out").sync("input", None, grad="all_reduce")
+    sch.shard("weight", dim=1).sync("output", "all_reduce")
+    return sch
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.relu(self.norm(self.first(x))))
+
+
+def images() -> slapo.Schedule:
+    """Data parallelism, written with syncs."""
+    sch = slapo.create_schedule(Images(), (torch.randn(4, 3, 8, 8),))
+    sch.sync("input", "split", dim=0)
+    sch.sync("output", "all_gather", dim=0)
+    sch.select("*").reduce_grad("weight", "bias")
+    return sch
+
+
+def replanned(
+    name: str, path: str, change: Callable[[slapo.Schedule], None], primitive: str = "shard"
+) -> slapo.Schedule:
+    """A right schedule of a family with the steps of a primitive at a path replaced."""
+    sch = PLANS[name].schedule().auto_sync("tp")
+    again = slapo.create_schedule(sch.original, PLANS[name].inputs())
+    steps = [one for one in sch.history if (one.primitive, one.path) != (primitive, path)]
+    slapo.History(steps).replay(again)
+    change(again[path])
+    return again
+
+
+K_PROJ, C_ATTN = "model.layers.1.self_attn.k_proj", "transformer.h.1.attn.c_attn"
 
 
 def llama(change: Callable[[slapo.Schedule], None] = lambda sch: None) -> slapo.Schedule:
@@ -100,7 +210,68 @@ FAULTS: dict[str, tuple[Callable[[], slapo.Schedule], str, str]] = {
     ),
     "gradient of a whole parameter": (
         lambda: llama(lambda sch: sch["model.norm"].reduce_grad("weight")), "gradient summed twice",
-        'the gradient of the parameter "model.norm.weight" is whole already',
+        'the gradient of the parameter "model.norm.weight" is no partial sum: summed over the ranks it',
+    ),
+    "doubled gradient after an all-gather": (
+        lambda: gathered("reduce_scatter"), "wrong in backward",
+        'output 0 of "up": the value goes through all_gather, so the gradient arrives as R and must leave as S(2): '
+        'that is split, not reduce_scatter. Write instead: sch["up"].sync("output", "all_gather", grad="split", dim=2)',
+    ),
+    "summed gradient after an all-gather": (
+        lambda: in_sequence(summed, grad="all_reduce"), "wrong in backward",
+        "the gradient arrives as P and must leave as S(1): that is reduce_scatter, not all_reduce. Write instead: "
+        'sch["up"].sync("input", "all_gather", grad="reduce_scatter", dim=1)',
+    ),
+    "split gradient where reduce-scatter is due": (
+        lambda: in_sequence(summed, grad="split"), "wrong in backward",
+        "the gradient arrives as P and must leave as S(1): that is reduce_scatter, not split. Write instead: "
+        'sch["up"].sync("input", "all_gather", grad="reduce_scatter", dim=1)',
+    ),
+    "norm gradient under sequence parallelism": (
+        in_sequence, "gradient not summed",
+        'the parameter "norm.weight" is whole on each rank (R) and its gradient is a partial sum (P). '
+        'Write: sch["norm"].reduce_grad("weight")',
+    ),
+    "bias added p times": (
+        lambda: product(BiasApart), "added by each rank",
+        'adds the parameter "bias", which is R, to a value that is P: it would be added 2 times, once by each rank. '
+        "Give it to the product, as in F.linear(x, weight, bias)",
+    ),
+    "split bias of a product that is summed": (
+        lambda: mlp()["down"].shard("bias", dim=0).root.cursor(""), "wrong split",
+        'the parameter "down.bias" is S(0), and what is done with it, and the syncs around it, need R. '
+        'Write instead: sch["down"].shard("weight", dim="in")',
+    ),
+    "wrong shard dim": (
+        lambda: replanned("llama", K_PROJ, lambda place: place.shard("weight", dim="in")), "wrong split",
+        f'the parameter "{K_PROJ}.weight" is S(1), and what is done with it, and the syncs around it, need S(0). '
+        f'Write instead: sch["{K_PROJ}"].shard("weight", dim="out")',
+    ),
+    "a shard that is missing": (
+        lambda: replanned("llama", K_PROJ, lambda place: None), "wrong split",
+        f'the parameter "{K_PROJ}.weight" is R, and what is done with it, and the syncs around it, need S(0). '
+        f'Write: sch["{K_PROJ}"].shard("weight", dim="out")',
+    ),
+    "fused weight without parts": (
+        lambda: replanned("gpt2", C_ATTN, lambda place: place.shard("weight", "bias", dim="out")), "wrong split",
+        f'the parameter "{C_ATTN}.weight" is S(1), and what is done with it, and the syncs around it, need '
+        f'S(1, blocks=3). Write instead: sch["{C_ATTN}"].shard("weight", "bias", dim="out", parts=3)',
+    ),
+    "tied pair at one end": (  # the table is split for the embedding, and so is the head
+        lambda: replanned("gpt2", "lm_head", lambda place: None, "sync"), "missing in backward",
+        'the gradient of input 0 of "lm_head" is P and is needed R: all_reduce is missing. '
+        'Write: sch["lm_head"].sync("input", None, grad="all_reduce")',
+    ),
+    "heads do not divide": (
+        lambda: mlp(Thirds), "heads", '3 heads do not divide over axis "tp" of size 2. Legal sizes: 1, 3.',
+    ),
+    "batch norm split over the batch": (
+        images, "batch norm",
+        'batch_norm in "norm" is in training and takes the mean over the batch, and its input is S(0)',
+    ),
+    "divided and whole": (
+        lambda: mlp(Owner)["drop"].configure(size=slapo.per_rank("tp")).root.cursor(""), "size divided",
+        """is given the size 4 of the attribute 'size', which a rank needs whole, and which is divided over "tp".""",
     ),
 }  # fmt: skip
 
@@ -115,6 +286,7 @@ def test_one_fault_gives_one_message(name: str) -> None:
 
 def test_what_is_right_is_silent() -> None:
     assert mlp().check() == []
+    assert gathered("split").check() == [] and in_sequence(summed).check() == [] and product(Product).check() == []
     assert mlp(up=False, down=False).auto_sync("tp").check() == []
 
 
@@ -127,12 +299,15 @@ def test_the_line_of_a_message_mends_it() -> None:
 
 
 def test_fused_weights_need_parts() -> None:
+    """Before any sync is written, too."""
     plan = PLANS["gpt2"]
     torch.manual_seed(0)
     sch = slapo.create_schedule(plan.build("sdpa"), plan.inputs())
     sch["transformer.h.0.attn.c_attn"].shard("weight", "bias", dim="out")
     sch["transformer.h.0.attn.c_proj"].shard("weight", dim="in")
-    assert 'output 0 of "transformer.h.0.attn.c_attn" is S(2)' in sch.check()[0].message
+    found = sch.check()
+    assert found[0].line == 'sch["transformer.h.0.attn.c_attn"].shard("weight", "bias", dim="out", parts=3)'
+    assert [one.kind for one in found[1:]] == ["missing in forward", "missing in backward", *["size not divided"] * 2]
 
 
 def test_shard_refuses() -> None:
@@ -222,15 +397,49 @@ def test_auto_sync_refuses_what_no_sync_can_mend() -> None:
         wrong.auto_sync("tp")
 
 
-def test_uneven_heads_are_said() -> None:
-    class Heads(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            heads = self.up(x).view(*x.shape[:2], -1, 16).softmax(-1)
-            return self.down(heads.flatten(2))
+class Heads(Mlp):
+    """Two heads of 16."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(*x.shape[:2], -1, 16).softmax(-1)
+        return self.down(heads.flatten(2))
+
+
+def test_uneven_heads_are_said() -> None:
     assert mlp(Heads).check(ranks=2) == []
-    found = mlp(Heads).check(ranks=4)  # 2 heads
-    assert found[0].message.startswith('output 0 of "up" is S(2) and is needed R: all_gather is missing.')
+    found = mlp(Heads).check(ranks=4)
+    assert [one.message for one in found] == [
+        'shard("weight", dim="out") at "up": 2 heads do not divide over axis "tp" of size 4. Legal sizes: 1, 2.'
+    ]
+    with pytest.raises(ShardError, match='auto_sync at "": shard.*2 heads do not divide over axis "tp" of size 4'):
+        mlp(Heads, up=False, down=False).auto_sync("tp", ranks=4)
+    gathered = mlp(Heads, up=False, down=False)
+    gathered["up"].sync("output", "all_gather", dim=2)  # by hand: every rank has all heads
+    assert "heads" not in [one.kind for one in gathered.check(ranks=4)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks", "legal"),
+    [(8, 2, 4, "1, 2"), (6, 6, 4, "1, 2, 3, 6"), (12, 6, 4, "1, 2, 3, 6"), (8, 4, 3, "1, 2, 4"), (8, 1, 2, "1")],
+)
+def test_heads_of_llama(heads: int, groups: int, ranks: int, legal: str) -> None:
+    config = hf.LlamaConfig(
+        vocab_size=96, hidden_size=48, intermediate_size=48, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=groups, head_dim=8, max_position_embeddings=32, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(hf.LlamaForCausalLM(config), PLANS["llama"].inputs())
+    PLANS["llama"].split(sch)
+    odd = heads if heads % ranks else groups
+    place = f'"model.layers.0.self_attn.{"q" if heads % ranks else "k"}_proj"'
+    text = f'shard("weight", dim="out") at {place}: {odd} heads do not divide over axis "tp" of size {ranks}.'
+    (found,) = sch.check(ranks=ranks)
+    assert found.kind == "heads" and found.message.startswith(f"{text} Legal sizes: {legal}. The same at ")
+    assert [int(one) for one in legal.split(", ")] == [
+        size for size in range(1, 13) if heads % size == 0 and groups % size == 0
+    ]
+    with pytest.raises(ShardError, match=re.escape(text)):
+        sch.auto_sync("tp", ranks=ranks)
 
 
 @pytest.mark.parametrize("padding", [None, -1, 2])
@@ -275,3 +484,17 @@ def test_what_is_split_is_not_replaced() -> None:
     sch = mlp()
     with pytest.raises(slapo.ScheduleError, match="shard"):
         sch["up"].replace(nn.Linear(16, 32))
+
+
+def test_a_loss_with_a_literal_size_is_given_whole_logits() -> None:
+    plan = PLANS["llama"]
+    inputs = plan.inputs()
+    inputs["labels"] = inputs["input_ids"].clone()  # transformers' loss views the logits as (-1, config.vocab_size)
+    sch = slapo.create_schedule(plan.model(), inputs)
+    plan.split(sch)
+    line = 'sch["lm_head"].sync("output", "all_gather", dim=2)'
+    with pytest.raises(PlacementError, match="is given the literal size 96, and a rank needs 48") as refused:
+        sch.auto_sync("tp")
+    assert str(refused.value).endswith(f"Or let each rank have it whole there. Write: {line}")
+    eval(line, {"sch": sch})
+    assert sch.auto_sync("tp").check() == []

@@ -15,8 +15,9 @@ from slapo_py.layouts.signatures import signatures
 from slapo_py.layouts.table import canonical
 from tests import zoo
 from tests.layouts.oracle import results, spec, specified
+from tests.layouts.plans import PLANS
 
-FAMILIES = ("gpt2", "bert", "opt", "t5", "llama", "gemma2", "mixtral", "vit", "wide_resnet")
+FAMILIES = ("gpt2", "bert", "opt", "t5", "llama", "gemma2", "mixtral", "vit", "wide_resnet", "qwen3")
 
 # Why whole values are enough for them.
 WITHOUT_RULE = {
@@ -61,9 +62,13 @@ def test_operations_of_a_family(name: str, attention: str) -> None:
     model, inputs = family.build(), family.inputs(2, 8)
     if hasattr(model, "set_attn_implementation") and not (name == "gemma2" and attention == "sdpa"):
         model.set_attn_implementation(attention)
-    if name in ("gpt2", "llama", "mixtral", "opt", "t5", "gemma2"):
+    if name in ("gpt2", "llama", "qwen3", "mixtral", "opt", "t5", "gemma2"):
         inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"])
     with Operations() as seen, torch.no_grad():
         model(**inputs)
     assert seen.without <= set(WITHOUT_RULE)
     assert seen.split > 20
+
+
+def test_every_family_that_is_split_is_here() -> None:
+    assert set(PLANS) <= set(FAMILIES)

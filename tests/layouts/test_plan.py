@@ -19,7 +19,7 @@ from tests.layouts.plans import PLANS
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_it_counts_what_the_ranks_send(name: str) -> None:
     plan = PLANS[name]
-    sch = plan.schedule().auto_sync("tp", pins=plan.sequence())
+    sch = plan.schedule().auto_sync("tp", pins=plan.pins)
     found = slapo.plan(sch, mesh={"dp": 2, "tp": 2})
     assert found.faults == []
     typing, _ = checked(sch, record(sch), "tp", 2)

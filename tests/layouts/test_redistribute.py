@@ -607,7 +607,7 @@ def test_a_rank_that_raises_does_not_hang_the_others(tmp_path: Any) -> None:
         assert caught.value.rank == 1
         assert time.monotonic() - start < ranks.timeout / 2
         assert not ranks.alive
-        assert all(process._closed for process in processes)
+        assert all(process.ended(0) is not None for process in processes)
         with pytest.raises(RankError, match="have ended"):
             ranks.run(run)
 

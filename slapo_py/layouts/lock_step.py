@@ -1,0 +1,127 @@
+"""One node on every rank at once: an operation at the sizes that each rank has, and what is done otherwise there.
+
+Dropout draws one mask at the whole shape and gives each rank its part of it, so that the ranks together drop what one
+process drops. Whatever else draws, draws the same on every rank.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from slapo_py.layouts import local
+from slapo_py.layouts.nodes import name_of, tensors_of
+from slapo_py.layouts.placement import Partial, Placement, Shard, split
+from slapo_py.layouts.signatures import Signature
+from slapo_py.layouts.table import canonical
+
+Parts = list[Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def parts_of(tensor: Tensor, placement: Placement, ranks: int) -> list[Tensor]:
+    """The parts of one tensor; of a partial sum, the first rank has it all."""
+    if isinstance(placement, Shard):
+        return [one.clone() for one in split(tensor, placement, ranks)]
+    if isinstance(placement, Partial) and placement.op == "sum":
+        return [tensor.clone(), *(torch.zeros_like(tensor) for _ in range(ranks - 1))]
+    return [tensor.clone() for _ in range(ranks)]
+
+
+def computed(node: fx.Node, given: list[Arguments], signature: Signature | None) -> Parts:
+    """What each rank makes of its arguments; `signature` says what is done otherwise on parts."""
+    needs = signature.needs if signature is not None else ""
+    if needs == "embedding":
+        return local.embedding_in_lock_step(given)
+    if needs == "cross_entropy":
+        return local.cross_entropy_in_lock_step(given)
+    if signature is not None and _drops(node, given[0][1]):
+        return _dropped(node, given, signature.outputs[0])
+    state = torch.get_rng_state()
+    found = [called(node, *given[0])]
+    draws = not torch.equal(state, torch.get_rng_state())
+    for args, kwargs in given[1:]:
+        if draws:
+            torch.set_rng_state(state)
+        found.append(called(node, args, kwargs))
+    return found
+
+
+def called(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The function or method of a node on values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _drops(node: fx.Node, kwargs: Mapping[str, Any]) -> bool:
+    if canonical(name_of(node)) == "dropout":
+        return True
+    return name_of(node) == "scaled_dot_product_attention" and bool(kwargs.get("dropout_p"))
+
+
+def _dropped(node: fx.Node, given: list[Arguments], placement: Placement) -> Parts:
+    """Dropout with one mask for all ranks, drawn at the whole shape."""
+    if name_of(node) == "scaled_dot_product_attention":
+        return _dropped_attention(node, given, placement)
+    (result,) = tensors_of(node)
+    first, kwargs = given[0]
+    p: Any = kwargs.get("p", first[1] if len(first) > 1 else 0.5)
+    training: Any = kwargs.get("training", first[2] if len(first) > 2 else True)
+    inputs = [args[0] for args, _ in given]
+    masks = _masks(tuple(result.shape), placement, inputs, p, training)
+    return [one * mask for one, mask in zip(inputs, masks)]
+
+
+def _masks(
+    shape: tuple[int, ...], placement: Placement, like: Sequence[Tensor], p: float, training: bool = True
+) -> list[Tensor]:
+    """What each rank multiplies by. Ranks with tensors of other shapes than they should have draw masks of these."""
+    whole = F.dropout(torch.ones(shape, dtype=like[0].dtype), p, training)
+    shard = placement if isinstance(placement, Shard) else None
+    masks = [whole] * len(like) if shard is None else split(whole, shard, len(like))
+    fitting = [mask if mask.shape == one.shape else None for mask, one in zip(masks, like)]
+    return [F.dropout(torch.ones_like(one), p, training) if mask is None else mask for mask, one in zip(fitting, like)]
+
+
+def _dropped_attention(node: fx.Node, given: list[Arguments], placement: Placement) -> Parts:
+    (result,) = tensors_of(node)
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    named = [{**dict(zip(names, args)), **kwargs} for args, kwargs in given]
+    length = _length(node)
+    like = [one["query"].new_empty((*one["query"].shape[:-1], one["key"].shape[-2])) for one in named]
+    masks = _masks((*tuple(result.shape)[:-1], length), placement, like, named[0]["dropout_p"])
+    return [_attention(**{**one, "noise": noise}) for one, noise in zip(named, masks)]
+
+
+def _length(node: fx.Node) -> int:
+    """The number of keys of an attention, whole."""
+    key = node.args[1] if len(node.args) > 1 else node.kwargs["key"]
+    return int(key.meta["val"].shape[-2])  # type: ignore[union-attr]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """Scaled dot-product attention in its parts, with the noise of its dropout given."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    weights = scores.softmax(-1)
+    return (weights if noise is None else weights * noise) @ value

@@ -1,0 +1,161 @@
+"""What a build on a mesh, and its engine, refuse: on every rank, and before anything is sent."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import slapo_py as slapo
+from slapo_py.backends.data_parallel import AXIS
+from slapo_py.distributed.mesh import Mesh
+from slapo_py.errors import BuildError, EngineError, PlacementError, ScheduleError
+from tests.mesh.conftest import Run
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.heads = nn.Linear(8, 12), nn.Linear(12, 8), 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Normed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Windows(Mlp):
+    """Two weights that see the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.weight = nn.Parameter(self.up.weight.detach().view(8, 12))
+
+
+def split(model: nn.Module, x: Tensor) -> slapo.Schedule:
+    sch = slapo.create_schedule(model, (x,))
+    sch["up"].shard("weight", "bias", dim="out")
+    sch["down"].shard("weight", dim="in")
+    return sch
+
+
+def _message(error: type[ScheduleError], match: str, function: Callable[[], Any]) -> str:
+    with pytest.raises(error, match=match) as refused:
+        function()
+    return str(refused.value)
+
+
+def _unsynced() -> str:
+    sch = split(Mlp(), torch.randn(3, 8))
+    match = 'build on "tp" of 2 ranks: .* is missing. Write: .* And 1 more: sch.check'
+    return _message(PlacementError, match, lambda: slapo.build(sch, mesh={"tp": 2}))
+
+
+def _wrong_world() -> str:
+    sch = split(Mlp(), torch.randn(3, 8))
+    return _message(BuildError, "has 3 ranks and the world has 2", lambda: slapo.build(sch, mesh={"tp": 3}))
+
+
+def _no_names() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    return _message(BuildError, "the device mesh has no names", lambda: Mesh.of(mesh))
+
+
+def _indivisible() -> str:
+    sch = split(Mlp(), torch.randn(3, 8)).auto_sync("tp")
+    sch.configure(heads=slapo.per_rank("tp"))
+    match = 'heads=3 does not divide over axis "tp" of size 2. Legal sizes: 1, 3'
+    return _message(BuildError, match, lambda: slapo.build(sch, mesh={"tp": 2}))
+
+
+def _windows_of_one_memory() -> str:
+    sch = split(Windows(), torch.randn(3, 8)).auto_sync("tp")
+    match = "it is split, and shares memory with 'up.weight', 'down.weight'"
+    return _message(BuildError, match, lambda: slapo.build(sch, mesh={"tp": 2}))
+
+
+def _flattened() -> str:
+    sch = split(nn.ModuleDict({"m": Mlp()}).m, torch.randn(3, 8)).auto_sync("tp")
+    sch.trace(flatten=True)
+    return _message(BuildError, 'a collective stands at the .* of ".*", which is part of', _building(sch))
+
+
+def _building(sch: slapo.Schedule) -> Callable[[], Any]:
+    return lambda: slapo.build(sch, mesh={"tp": 2})
+
+
+def _other_length() -> str:
+    sch = split(Normed(), torch.randn(3, 8, 8)).auto_sync("tp", pins={"norm": slapo.Shard(1)})
+    built = slapo.build(sch, mesh={"tp": 2})
+    built(torch.randn(3, 6, 8))  # divides
+    return _message(PlacementError, "dim 1 has 7 elements and was planned with 8", lambda: built(torch.randn(3, 7, 8)))
+
+
+def _engine(model: nn.Module, x: Tensor, sizes: dict[str, int]) -> Any:
+    return slapo.build(
+        slapo.create_schedule(model, (x,)),
+        target="torch",
+        mesh=sizes,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=lambda output, batch: output.square().sum(),
+        count=_count,
+    )
+
+
+def _count(batch: Tensor) -> int:
+    if len(batch) == 5:
+        raise ValueError("five rows")
+    return len(batch)
+
+
+def _batch_norm() -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    match = "build at '1': BatchNorm1d normalises over the batch"
+    return _message(BuildError, match, lambda: _engine(model, torch.randn(3, 8), {AXIS: 2}))
+
+
+def _other_batches() -> str:
+    torch.manual_seed(0)
+    engine = _engine(Mlp(), torch.randn(3, 8), {"tp": 2})
+    torch.manual_seed(torch.distributed.get_rank())
+    match = 'ranks of one place on "dp" were given different batches'
+    return _message(EngineError, match, lambda: engine.train_step(torch.randn(3, 8)))
+
+
+def _one_bad_batch() -> str:
+    torch.manual_seed(0)
+    engine = _engine(Mlp(), torch.randn(3, 8), {AXIS: 2})
+    rank = torch.distributed.get_rank()
+    with pytest.raises((EngineError, ValueError), match="rank 1 can't take its batch|five rows") as refused:
+        engine.train_step(torch.randn(3 if rank == 0 else 5, 8))
+    engine.train_step(torch.randn(3, 8))  # all goes on
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        _unsynced, _wrong_world, _no_names, _indivisible, _windows_of_one_memory, _flattened, _other_length,
+        _batch_norm, _other_batches,
+    ],
+)  # fmt: skip
+def test_every_rank_says_the_same(case: Callable[[], str], on_ranks: Run) -> None:
+    first, second = on_ranks(2, case)
+    assert first == second
+
+
+def test_a_batch_that_one_rank_cannot_take_is_refused_by_all(on_ranks: Run) -> None:
+    first, second = on_ranks(2, _one_bad_batch)
+    assert "rank 1 can't take its batch" in first and "five rows" in first
+    assert second == "five rows"
