@@ -123,7 +123,9 @@ class _Watch:
         self._since = 0.0
         self._failing_since: float | None = None
         self.store.set(f"slapo/process/{self.rank}", _process())
-        threading.Thread(target=self._look, name="slapo_py: other ranks", daemon=True).start()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="slapo_py: other ranks", daemon=True)
+        self._thread.start()
         atexit.register(self._leave)
 
     def enter(self, what: str) -> None:
@@ -138,6 +140,8 @@ class _Watch:
 
     def _leave(self) -> None:
         """At the end of the process: it isn't missed, unless an error has ended it."""
+        self._stop.set()
+        self._thread.join(_SEARCH)  # torch would abort the process if it were in the store while Python ends
         with contextlib.suppress(RuntimeError):
             error = getattr(sys, "last_value", None)
             if error is None:
@@ -186,8 +190,7 @@ class _Watch:
         return None
 
     def _look(self) -> None:
-        while True:
-            time.sleep(_LOOK)
+        while not self._stop.wait(_LOOK):
             if not dist.is_initialized() or dist.group.WORLD is not self.group:
                 return
             number, now = self.number, time.monotonic()
@@ -228,10 +231,13 @@ def _lost(error: BaseException | None) -> bool:
 
 
 def _process() -> str:
-    """What tells this process from every other one, where the system says it: start of the machine, number, start."""
+    """What tells this process from every other one, where the system says it.
+
+    Which machine, which of its spaces of process numbers (containers have their own), the number, and the start.
+    """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{machine} {os.getpid()} {_status(os.getpid())[1]}"
+        return f"{machine}/{os.readlink('/proc/self/ns/pid')} {os.getpid()} {_status(os.getpid())[1]}"
     except OSError:
         return ""
 

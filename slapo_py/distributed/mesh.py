@@ -50,7 +50,7 @@ class Mesh:
         if not dist.is_initialized():
             raise BuildError(
                 f"build: mesh={sizes} needs {ranks} processes that know of each other. Start the script with "
-                f"torchrun --nproc-per-node {ranks}, and call torch.distributed.init_process_group() first."
+                f"torchrun --nproc-per-node {ranks}, and write its work into a block of: with slapo.launch():"
             )
         if dist.get_world_size() != ranks:
             raise BuildError(

@@ -4,7 +4,6 @@ Dropout draws one mask at the whole shape and gives each rank its part of it, so
 process drops. Whatever else draws, draws the same on every rank.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from slapo_py.distributed.masks import attention
 from slapo_py.layouts import local
 from slapo_py.layouts.nodes import name_of, tensors_of
 from slapo_py.layouts.placement import Partial, Placement, Shard, split
@@ -94,34 +94,11 @@ def _dropped_attention(node: fx.Node, given: list[Arguments], placement: Placeme
     length = _length(node)
     like = [one["query"].new_empty((*one["query"].shape[:-1], one["key"].shape[-2])) for one in named]
     masks = _masks((*tuple(result.shape)[:-1], length), placement, like, named[0]["dropout_p"])
-    return [_attention(**{**one, "noise": noise}) for one, noise in zip(named, masks)]
+    plain = [{key: value for key, value in one.items() if key != "dropout_p"} for one in named]
+    return [attention(**one, noise=noise) for one, noise in zip(plain, masks)]
 
 
 def _length(node: fx.Node) -> int:
     """The number of keys of an attention, whole."""
     key = node.args[1] if len(node.args) > 1 else node.kwargs["key"]
     return int(key.meta["val"].shape[-2])  # type: ignore[union-attr]
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    noise: Tensor | None = None,
-) -> Tensor:
-    """Scaled dot-product attention in its parts, with the noise of its dropout given."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scores = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    weights = scores.softmax(-1)
-    return (weights if noise is None else weights * noise) @ value

@@ -22,6 +22,7 @@ from slapo_py.build.unchecked import checker_off
 from slapo_py.distributed import raw
 from slapo_py.distributed.mesh import Mesh
 from slapo_py.layouts.borders import Border
+from slapo_py.primitive import TABLE
 from slapo_py.tracing.recorder import Inputs
 from slapo_py.verify.leaves import tensors_of
 from slapo_py.verify.probes import Probe
@@ -74,15 +75,23 @@ _READY: list[_Ready] = []
 
 
 def packed(schedule: Any, history: Any) -> bytes:
-    """A schedule without steps, and the steps, for `prepare`. Tensors that share memory still do after it."""
+    """A schedule without steps, and the steps, for `prepare`. Tensors that share memory still do after it.
+
+    Primitives come along: one of the user's own may be registered in a script, which the ranks don't run.
+    """
+    primitives = {name: (TABLE[name], getattr(type(schedule), name)) for name in {one.primitive for one in history}}
     buffer = io.BytesIO()
-    torch.save((schedule, history), buffer, pickle_module=cloudpickle)
+    torch.save((schedule, history, primitives), buffer, pickle_module=cloudpickle)
     return buffer.getvalue()
 
 
 def prepare(payload: bytes, sizes: Mapping[str, int], check: bool) -> Facts:
     """Build this rank's part, and keep it. check: whether a wrong schedule is refused. Returns: its facts."""
-    schedule, history = torch.load(io.BytesIO(payload), weights_only=False)
+    schedule, history, primitives = torch.load(io.BytesIO(payload), weights_only=False)
+    for name, (primitive, method) in primitives.items():
+        if name not in TABLE:
+            TABLE[name] = primitive
+            setattr(type(schedule), name, method)
     with alone(), contextlib.nullcontext() if check else checker_off():
         history.replay(schedule)
         mesh = Mesh.of(sizes)

@@ -68,7 +68,7 @@ def engine(fault: Fault) -> Engine:
 def act(made: Engine, place: str, directory: Path) -> None:
     """The call in which something fails."""
     if place.startswith("build"):
-        engine_of("tiny", MESH)
+        engine_of("tiny", {"dp": 1, **MESH} if "mesh" in place else MESH)  # one that this world has not had, or has
     elif place in ("save", "load"):
         getattr(made, place)(directory)
     elif "eval_step" in place:

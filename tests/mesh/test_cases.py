@@ -17,23 +17,9 @@ from slapo_py.backends.data_parallel import AXIS
 from slapo_py.build.slicing import part_of
 from slapo_py.distributed.mesh import Mesh
 from slapo_py.layouts.placement import Shard
+from tests.layouts.test_cases import Tied
 from tests.mesh.conftest import Run
 from tests.mesh.whole import compare_built
-
-
-class TiedLM(nn.Module):
-    def __init__(self, words: int = 12, width: int = 8) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.head = nn.Linear(width, words, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        h = self.emb(ids)
-        for block in self.blocks:
-            h = h + torch.tanh(block(h))
-        return self.head(h)
 
 
 class FusedAttention(nn.Module):
@@ -79,7 +65,7 @@ def test_outputs_and_gradients_of_the_whole(case: str, ranks: int, on_ranks: Run
 def _g04(ranks: int) -> tuple[float, bool]:
     torch.manual_seed(0)
     ids = torch.randint(12, (2, 5))
-    sch, built = built_on(TiedLM(), (ids,), lambda sch: sch["emb"].shard("weight", dim=0), ranks)
+    sch, built = built_on(Tied(), (ids,), lambda sch: sch["emb"].shard("weight", dim=0), ranks)
     return _error(sch, built, (ids,), ranks), built.head.weight is built.emb.weight
 
 

@@ -140,6 +140,6 @@ MESH_FAULTS = (
             f'sch["{H1}.mlp.c_proj"]{SCATTER}',
             value="all_reduce", grad="auto", dim=None,
         ),
-        H1, f'sch["{H1}.mlp.c_proj"].shard("weight", dim="in")',
+        f"{H1}.mlp", f'sch["{H1}.mlp.c_proj"].shard("weight", dim="in")',
     ),
 )  # fmt: skip

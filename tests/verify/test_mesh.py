@@ -23,7 +23,6 @@ from tests.verify.lab import altering
 from tests.verify.mesh_faults import MESH_FAULTS, MeshFault
 
 FAMILIES = ("llama", "gpt2", "t5")
-RESNET = ("wide_resnet", 2, False)
 TP2 = {"tp": 2}
 
 
@@ -82,6 +81,12 @@ def test_families_in_all_scenarios(name: str, ranks: int, sequence: bool) -> Non
     assert report.grade == "rounding" and len(report.rows) >= 11 and report.notes == []
 
 
+@pytest.mark.slow
+def test_wide_resnet_in_all_scenarios() -> None:
+    report = family("wide_resnet", 2, False).verify(mesh=TP2, simulate=True)
+    assert report.grade == "rounding" and report.notes == []
+
+
 def test_all_scenarios_in_small() -> None:
     sch = mlp()
     before = fingerprint(sch.original)
@@ -92,6 +97,40 @@ def test_all_scenarios_in_small() -> None:
     names = [row.scenario for row in report.rows]
     assert {"train", "eval", "gradients of inputs", "batch of 1", "1 optimizer step"} <= set(names)
     assert not any("float" in name for name in names)
+
+
+class Statistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+def statistics() -> slapo.Schedule:
+    """The norm is split, and so are its running mean and variance."""
+    torch.manual_seed(0)
+    sch = slapo.create_schedule(Statistics(), (torch.randn(4, 8),))
+    sch["up"].shard("weight", "bias", dim="out")
+    sch["norm"].shard("weight", "bias", dim=0)
+    sch["down"].shard("weight", dim="in")
+    return sch.auto_sync("tp")
+
+
+def test_running_statistics_are_split_and_joined() -> None:
+    report = statistics().verify(mesh=TP2, simulate=True)
+    assert report.grade == "rounding"
+    compared = {one.key.name for row in report.rows for one in row.differences if one.key.kind == "buffer"}
+    assert compared == {"norm.running_mean", "norm.running_var"}
+
+
+def test_without_a_mesh_the_report_says_what_was_not_run() -> None:
+    report = mlp().verify()
+    assert report.notes == [
+        """One device: what the schedule says of 'tp' was not run. verify(mesh={"tp": 2}) runs it."""
+    ]
+    assert slapo.create_schedule(Mlp(), (torch.randn(4, 6, 16),)).verify().notes == []
 
 
 @pytest.mark.parametrize("mesh", [{"tp": 1}, {"dp": 2}])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses import FakeTensor
 
 import slapo_py as slapo
@@ -21,7 +21,8 @@ from slapo_py.layouts.placement import Placement, R, Shard
 from slapo_py.verify import on_ranks
 from slapo_py.verify.grid import Grid
 from tests.fingerprint import changes, fingerprint
-from tests.verify.test_mesh import Mlp, Pairs, _without, family, mlp
+from tests.verify.lab import altering
+from tests.verify.test_mesh import Mlp, Pairs, Statistics, _halved, _without, family, mlp, statistics
 
 TP2 = {"tp": 2}
 lent = pytest.mark.usefixtures("lent_ranks")
@@ -52,24 +53,10 @@ def test_ranks_that_draw_apart_are_right_too() -> None:
 
 @lent
 def test_running_statistics_are_joined() -> None:
-    torch.manual_seed(0)
-    sch = slapo.create_schedule(Statistics(), (torch.randn(4, 8),))
-    sch["up"].shard("weight", "bias", dim="out")
-    sch["norm"].shard("weight", "bias", dim=0)
-    sch["down"].shard("weight", dim="in")
-    report = sch.auto_sync("tp").verify(mesh=TP2)
+    report = statistics().verify(mesh=TP2)
     assert report.grade == "rounding"
     compared = {one.key.name for row in report.rows for one in row.differences if one.key.kind == "buffer"}
     assert compared == {"norm.running_mean", "norm.running_var"}
-
-
-class Statistics(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.norm(self.up(x)))
 
 
 @lent
@@ -145,6 +132,17 @@ def test_a_fault_is_found_and_named(change: Callable[[slapo.Schedule], slapo.Sch
     assert report.grade == "bug" and report.module == module and report.step is not None
     assert text in str(caught.value) and f'sch["{module}"].' in str(sch.history[report.step - 1])
     assert 'sch.check("tp", ranks=2) says which line is missing or wrong' in str(caught.value)
+
+
+@lent
+def test_a_primitive_of_the_user_s_own_comes_along() -> None:
+    """And what is wrong on one device, too, is blamed as there."""
+    with altering():
+        sch = mlp()
+        sch["drop"].alter(_halved)
+        with pytest.raises(VerificationError, match=r"drop.*the steps before it are right") as caught:
+            sch.verify(mesh=TP2)
+    assert caught.value.report.module == "drop"
 
 
 @lent
