@@ -42,7 +42,13 @@ class Move:
         return Move(ranks, one.source, one.target, one.grad_source, one.grad_target, shape, where, rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """This rank's part or term -> the other one."""
+        """This rank's part or term -> the other one. Raises `PlacementError`."""
+        if x.dim() != len(self.example):
+            raise PlacementError(
+                f"{self.where}: it was planned for a tensor of {len(self.example)} dims, and here is one of {x.dim()}: "
+                f"the module is called with other tensors than on the example inputs (a mask less, say). Give "
+                f"create_schedule example_inputs of this kind."
+            )
         whole = self._whole(x)
         source, target = self._now(self.source), self._now(self.target)
         grad_source = None if self.grad_source is None else self._now(self.grad_source)
@@ -92,7 +98,7 @@ class OutputSync(Layer):
     rank: ClassVar[int] = 20
 
     def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
-        moves = _by_number(self.moves)
+        moves = by_number(self.moves)
 
         @functools.wraps(forward)
         def synced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +115,7 @@ class InputSync(Layer):
     rank: ClassVar[int] = 40
 
     def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
-        moves = _by_number(self.moves)
+        moves = by_number(self.moves)
 
         @functools.wraps(forward)
         def synced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +125,8 @@ class InputSync(Layer):
         return synced
 
 
-def _by_number(moves: Moves) -> Mapping[int, tuple[Move, ...]]:
+def by_number(moves: Moves) -> Mapping[int, tuple[Move, ...]]:
+    """The moves of each tensor, in order."""
     found: dict[int, tuple[Move, ...]] = {}
     for number, move in moves:
         found[number] = (*found.get(number, ()), move)

@@ -8,8 +8,9 @@ from torch import fx, nn
 
 from slapo_py.build.borders import InputSync, Move, OutputSync
 from slapo_py.build.facts import Facts
+from slapo_py.build.inlined import put_into_graphs
 from slapo_py.build.randomness import mask_by_index
-from slapo_py.build.rank_graph import changes_for, graph_of, parents, rewrite
+from slapo_py.build.rank_graph import changes_for, parents, rewrite
 from slapo_py.build.rows import RowsNoted, paths_noting
 from slapo_py.build.slicing import facts_for
 from slapo_py.build.unchecked import Written, is_checked, without_what_is_missing
@@ -48,22 +49,18 @@ def scheduled_on(sch: Any, mesh: Mesh, logical_masks: bool = False) -> tuple[nn.
     ranks_on = {axis: mesh.ranks(axis) for axis in typed}
     changes = {axis: changes_for(place, one, axis, ranks_on[axis], buffers[axis]) for axis, one in typed.items()}
     for axis, typing in typed.items():
-        ranks = ranks_on[axis]
-        rewrite(place, typing, axis, ranks, changes[axis])
         syncs = {} if is_checked() or recording is None else sync_nodes(place, recording.graph, axis)
-        for key, more in _moves(typing, ranks, syncs).items():
+        for key, more in _moves(typing, ranks_on[axis], syncs).items():
             moves[key] += more
         for path in paths_noting(typing):
             dress(place.root.module(path), RowsNoted())
+    inside = put_into_graphs(place, {key: tuple(found) for key, found in moves.items()})
+    for axis, typing in typed.items():
+        rewrite(place, typing, axis, ranks_on[axis], changes[axis])
     for (path, side), found in moves.items():
-        above = graph_of(place.root, path)
-        if above != path:
-            raise BuildError(
-                f'build: a collective stands at the {side} of "{path}", which is part of the graph of "{above}" and is '
-                f'not called. Keep it a call: trace(flatten=True, leaves=[...]) at "{above}", or put the sync there.'
-            )
-        layer = InputSync if side == ENTER else OutputSync
-        dress(place.root.module(path), layer(tuple(found)))
+        if (path, side) not in inside:
+            layer = InputSync if side == ENTER else OutputSync
+            dress(place.root.module(path), layer(tuple(found)))
     _divide(place.root, mesh)
     if logical_masks and recording is not None:
         mask_by_index(place, recording.graph, typed, mesh)

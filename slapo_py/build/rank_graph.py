@@ -166,6 +166,10 @@ def _changed(trace: "Trace", path: str, changes: dict[fx.Node, Change], axis: st
         if not any(changes[node] or changes[node].sizes for node in ours):
             continue
         theirs = [node for node in graph.nodes if node.op.startswith("call_") and name_of(node) == name]
+        if not any(changes[node] for node in ours) and len(theirs) != len(ours):
+            theirs = [node for node in theirs if _has_sizes(node, [changes[one] for one in ours])]
+            if not theirs:
+                continue  # the whole ran otherwise when it was recorded; no size stands in the graph as a number
         if not theirs or len(ours) % len(theirs):
             raise BuildError(
                 f'build on "{axis}" at "{path}": {said(ours[0])} is done otherwise on each rank, and the graph has '
@@ -182,6 +186,12 @@ def _changed(trace: "Trace", path: str, changes: dict[fx.Node, Change], axis: st
     if changed:
         graph.lint()
     return graph if changed else None
+
+
+def _has_sizes(node: fx.Node, changes: list[Change]) -> bool:
+    """Whether a number among a node's arguments is one that is another on a rank."""
+    wholes = {whole for change in changes for whole, _ in change.sizes.values()}
+    return any(value in wholes for _, value in numbers(node.args) if isinstance(value, int))
 
 
 def parents(path: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ import slapo_py as slapo
 from slapo_py.errors import PlacementError, StepError
 from tests.layouts.plans import PLANS
 from tests.layouts.test_families import compare
+from tests.slow import slow_but
 
 Rewrite = Callable[[slapo.Schedule], None]
 RECORDED = ("sync", "reduce_grad", "configure")
@@ -87,7 +88,13 @@ def plain(family: str) -> set[str]:
     return recorded(PLANS[family].schedule().auto_sync("tp"))
 
 
-@pytest.mark.parametrize("family, name", CASES)
+QUICK = [
+    ("llama", "trace layers"), ("llama", "swiglu"), ("llama", "add_rms_norm"), ("llama", "group"),
+    ("gpt2", "trace flat"), ("gpt2", "decompose"), ("gpt2", "bias_gelu"), ("gpt2", "checkpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family, name", slow_but(QUICK, CASES))
 def test_a_rewrite_commutes(family: str, name: str, tmp_path: Path) -> None:
     plan, rewrite = PLANS[family], (LLAMA if family == "llama" else GPT2)[name]
     if name == "masked_softmax":

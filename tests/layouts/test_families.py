@@ -18,6 +18,7 @@ from slapo_py.layouts.state import Typing
 from slapo_py.verify.noise import Exact
 from tests.fingerprint import changes, fingerprint
 from tests.layouts.plans import PLANS, Plan
+from tests.slow import slow_but
 
 
 def first_output(value: object) -> Tensor:
@@ -67,7 +68,7 @@ def of_second_layer(found: Simulated, prefix: str) -> dict[tuple[str, str], int]
     return dict(counts)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
 @pytest.mark.parametrize("name", PLANS)
 def test_tensor_parallel(name: str, ranks: int) -> None:
     plan = PLANS[name]
@@ -85,7 +86,7 @@ def test_tensor_parallel(name: str, ranks: int) -> None:
     assert len(sch.history) == steps, "auto_sync is idempotent"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
 @pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.pins])
 def test_sequence_parallel(name: str, ranks: int) -> None:
     plan = PLANS[name]
@@ -99,7 +100,7 @@ def test_sequence_parallel(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", slow_but(["gpt2", "opt", "wide_resnet"], PLANS))
 def test_the_steps_are_the_same_for_any_batch(name: str, sequence: bool) -> None:
     plan = PLANS[name]
     if sequence and not plan.pins:

@@ -19,6 +19,7 @@ from slapo_py.errors import BuildError
 from tests.layouts.plans import PLANS
 from tests.mesh.conftest import Run
 from tests.mesh.training import count, inputs, loss
+from tests.slow import slow_but
 
 FAMILIES = ("llama", "gpt2", "t5")
 MESHES = {"tp 2": {"tp": 2}, "tp 4": {"tp": 4}, "dp 2 x tp 2": {"dp": 2, "tp": 2}}
@@ -59,7 +60,7 @@ def missing_or_twice(sch: slapo.Schedule, built: nn.Module, mesh: Mesh, spread: 
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["gpt2"], FAMILIES))
 def test_each_element_is_there_as_often_as_its_placement_says(name: str, sizes: dict[str, int], on_ranks: Run) -> None:
     assert on_ranks(4 if "dp" in sizes else sizes["tp"], _wrong, name, sizes) == [[]] * (
         4 if len(sizes) > 1 else sizes["tp"]
@@ -77,7 +78,7 @@ def test_uneven_parts(name: str, on_ranks: Run) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["gpt2"], FAMILIES))
 def test_engines_hold_and_train_each_element(name: str, kind: str, on_ranks: Run) -> None:
     for wrong, partition in on_ranks(4, _in_engine, name, kind):
         assert not wrong

@@ -6,16 +6,16 @@ import torch
 from tests.layouts.plans import PLANS
 from tests.mesh.conftest import Run
 from tests.mesh.whole import compare
+from tests.slow import slow_but
 
+EVERY = [(name, sequence) for name, plan in PLANS.items() for sequence in (False, *[True] * bool(plan.pins))]
+QUICK = [("llama", False), ("gpt2", True), ("opt", True), ("t5", False), ("mixtral", False), ("wide_resnet", False)]
 CASTS = ("gemma2", "mixtral")
 """Cast to float32 by themselves."""
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "sequence"), slow_but(QUICK, EVERY))
 def test_two_ranks(name: str, sequence: bool, on_ranks: Run) -> None:
-    if sequence and not PLANS[name].pins:
-        pytest.skip("without a sequence")
     dtype = torch.float32 if name in CASTS else torch.float64
     for found in on_ranks(2, compare, name, sequence, {"tp": 2}, dtype):
         assert found.error <= (1e-5 if name in CASTS else 1e-12), found.where

@@ -23,6 +23,7 @@ from tests.layouts.plans import PLANS
 from tests.mesh.conftest import Run
 from tests.mesh.memory import peak_of
 from tests.mesh.whole import first_tensor, together
+from tests.slow import slow_but
 
 FAMILIES = ("llama", "gpt2", "t5")
 
@@ -58,7 +59,7 @@ def hashes(built: nn.Module, mesh: Mesh | None = None) -> dict[str, str]:
 # Drawn
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["gpt2"], FAMILIES))
 def test_the_same_weights_at_every_world_size(name: str, on_ranks: Run) -> None:
     torch.manual_seed(5)
     model = on_meta(name)
@@ -292,7 +293,7 @@ def test_refuses_a_buffer_of_a_module_that_a_step_put_in() -> None:
 # From a checkpoint
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["gpt2"], FAMILIES))
 @pytest.mark.parametrize("meta", [True, False], ids=["meta", "values"])
 def test_a_checkpoint_is_read_part_by_part(name: str, meta: bool, on_ranks: Run, tmp_path: Path) -> None:
     model = PLANS[name].model().double().eval()
@@ -326,6 +327,7 @@ def large(device: str) -> nn.Module:
         return hf.LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 def test_a_rank_needs_no_more_than_its_shard_and_one_tensor(on_ranks: Run, tmp_path: Path) -> None:
     model = large("cpu")
     model.save_pretrained(tmp_path)

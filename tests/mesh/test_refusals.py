@@ -12,8 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import slapo_py as slapo
 from slapo_py.backends.data_parallel import AXIS
+from slapo_py.build.borders import Move
+from slapo_py.distributed.collectives import Ranks
 from slapo_py.distributed.mesh import Mesh
 from slapo_py.errors import BuildError, EngineError, PlacementError, ScheduleError
+from slapo_py.layouts.placement import P, R
 from tests.mesh.conftest import Run
 
 
@@ -85,16 +88,6 @@ def _windows_of_one_memory() -> str:
     return _message(BuildError, match, lambda: slapo.build(sch, mesh={"tp": 2}))
 
 
-def _flattened() -> str:
-    sch = split(nn.ModuleDict({"m": Mlp()}).m, torch.randn(3, 8)).auto_sync("tp")
-    sch.trace(flatten=True)
-    return _message(BuildError, 'a collective stands at the .* of ".*", which is part of', _building(sch))
-
-
-def _building(sch: slapo.Schedule) -> Callable[[], Any]:
-    return lambda: slapo.build(sch, mesh={"tp": 2})
-
-
 def _other_length() -> str:
     sch = split(Normed(), torch.randn(3, 8, 8)).auto_sync("tp", pins={"norm": slapo.Shard(1)})
     built = slapo.build(sch, mesh={"tp": 2})
@@ -146,7 +139,7 @@ def _one_bad_batch() -> str:
 @pytest.mark.parametrize(
     "case",
     [
-        _unsynced, _wrong_world, _no_names, _indivisible, _windows_of_one_memory, _flattened, _other_length,
+        _unsynced, _wrong_world, _no_names, _indivisible, _windows_of_one_memory, _other_length,
         _batch_norm, _other_batches,
     ],
 )  # fmt: skip
@@ -159,3 +152,10 @@ def test_a_batch_that_one_rank_cannot_take_is_refused_by_all(on_ranks: Run) -> N
     first, second = on_ranks(2, _one_bad_batch)
     assert "rank 1 can't take its batch" in first and "five rows" in first
     assert second == "five rows"
+
+
+def test_a_collective_planned_for_another_tensor_is_refused() -> None:
+    """A module that is called with a mask less has other tensors at the numbers that the schedule says."""
+    move = Move(Ranks("tp", 2, 0), R, R, P, R, (3, 4, 8), 'input 1 of "inner"')
+    with pytest.raises(PlacementError, match='input 1 of "inner": it was planned for a tensor of 3 dims, .* one of 2'):
+        move(torch.ones(3, 8))

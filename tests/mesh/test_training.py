@@ -6,18 +6,21 @@ import pytest
 
 from tests.mesh.conftest import Run
 from tests.mesh.training import train
+from tests.slow import slow_but
+
+EVERY = [(name, more) for name in ("llama", "gpt2", "t5") for more in (False, True)]
+KINDS = [(name, kind) for name in ("llama", "gpt2", "t5") for kind in ("ddp", "fsdp")]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-@pytest.mark.parametrize("options", [{}, {"sequence": True, "clip": 0.5, "micro_batches": 2}], ids=["plain", "more"])
-def test_tensor_parallel(name: str, options: dict[str, Any], on_ranks: Run) -> None:
+@pytest.mark.parametrize(("name", "more"), slow_but([("llama", False), ("gpt2", True)], EVERY))
+def test_tensor_parallel(name: str, more: bool, on_ranks: Run) -> None:
+    options: dict[str, Any] = {"sequence": True, "clip": 0.5, "micro_batches": 2} if more else {}
     for error, where, differ in on_ranks(2, _train, name, {"tp": 2}, options):
         assert error < 1e-9, where
         assert not differ
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("name", "kind"), slow_but([("gpt2", "ddp"), ("t5", "fsdp")], KINDS))
 def test_data_parallel(name: str, kind: str, on_ranks: Run) -> None:
     options = {"data_parallel": kind, "micro_batches": 2, "clip": 0.5}
     for error, where, _ in on_ranks(2, _train, name, {"dp": 2}, options):

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +24,7 @@ from slapo_py.layouts.placement import Placement, R, Shard
 from slapo_py.verify import on_ranks
 from slapo_py.verify.grid import Grid
 from tests.fingerprint import changes, fingerprint
-from tests.verify.lab import altering
-from tests.verify.test_mesh import Mlp, Pairs, Statistics, _halved, _without, family, mlp, statistics
+from tests.verify.test_mesh import Mlp, Pairs, Statistics, _without, family, mlp, statistics
 
 TP2 = {"tp": 2}
 lent = pytest.mark.usefixtures("lent_ranks")
@@ -59,6 +61,39 @@ def test_running_statistics_are_joined() -> None:
     assert compared == {"norm.running_mean", "norm.running_var"}
 
 
+SCRIPT = """
+import torch, slapo_py as slapo
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(8, 16), nn.Linear(16, 8), lambda x: x.relu()
+
+    def forward(self, x):
+        return self.down(self.act(self.up(x)))
+
+@slapo.register("nothing")
+class Nothing(slapo.Primitive):
+    "Does nothing."
+    def check(self, place): pass
+    def apply(self, place): pass
+
+sch = slapo.create_schedule(Model(), (torch.randn(4, 8),))
+sch["up"].shard("weight", "bias", dim="out").nothing()
+sch["down"].shard("weight", dim="in")
+print(sch.auto_sync("tp").verify(mesh={"tp": 2}).grade)
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_script(tmp_path: Path) -> None:
+    """Without a guard around its main part, with a class, a lambda and a primitive of its own."""
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert done.stdout == "rounding\n"
+
+
 @lent
 def test_data_parallel_and_split() -> None:
     report = mlp().verify(mesh={"dp": 2, "tp": 2})
@@ -89,8 +124,9 @@ def test_sizes_that_the_schedule_is_not_for_are_left_out_and_said() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @lent
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("llama", False), ("llama", True), ("gpt2", False), ("gpt2", True), ("t5", False)]
+)
 def test_families(name: str, sequence: bool) -> None:
     assert family(name, 2, sequence).verify(mesh=TP2).grade == "rounding"
 
@@ -98,8 +134,9 @@ def test_families(name: str, sequence: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @lent
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_families_on_four_ranks(name: str) -> None:
+    """Not T5: of its two rows one is padded, so one "dp" rank would have a mask and the other none, as no trace has."""
     assert family(name, 2, False).verify(mesh={"dp": 2, "tp": 2}).grade == "rounding"
 
 
@@ -132,17 +169,6 @@ def test_a_fault_is_found_and_named(change: Callable[[slapo.Schedule], slapo.Sch
     assert report.grade == "bug" and report.module == module and report.step is not None
     assert text in str(caught.value) and f'sch["{module}"].' in str(sch.history[report.step - 1])
     assert 'sch.check("tp", ranks=2) says which line is missing or wrong' in str(caught.value)
-
-
-@lent
-def test_a_primitive_of_the_user_s_own_comes_along() -> None:
-    """And what is wrong on one device, too, is blamed as there."""
-    with altering():
-        sch = mlp()
-        sch["drop"].alter(_halved)
-        with pytest.raises(VerificationError, match=r"drop.*the steps before it are right") as caught:
-            sch.verify(mesh=TP2)
-    assert caught.value.report.module == "drop"
 
 
 @lent
