@@ -251,11 +251,14 @@ class Schedule:
 
         pins: placements of what enters modules, by path from here: sequence parallelism is one pin,
         `{"model.layers.0": slapo.Shard(1)}`. All or nothing. Raises `PlacementError` where a conversion or a literal
-        size has no place, `ShardError` for heads that do not divide, `TraceError`, `NoExampleInputs`.
+        size has no place, `ShardError` for heads that do not divide, `ArgumentError`, `TraceError`, `NoExampleInputs`.
         """
         with random_states_kept():
             from slapo_py.layouts.auto import auto_sync
+            from slapo_py.layouts.axes import refuse
 
+            # A pin is a word on an axis that no step uses yet.
+            refuse(self._root, f'auto_sync at "{self._path}"', None if pins else axis, ranks)
             with self._root.transaction(self._path):
                 auto_sync(self, axis, pins, ranks)
         return self

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -10,7 +10,7 @@ from slapo_py.codec import PerRank
 from slapo_py.errors import PlacementError, ShardError
 from slapo_py.layouts.borders import ENTER
 from slapo_py.layouts.explain import explained
-from slapo_py.layouts.faults import LITERAL, MISSING, STEPS, Look, undivided
+from slapo_py.layouts.faults import BOTH, LITERAL, MISSING, STEPS, Look, undivided
 from slapo_py.layouts.heads import uneven_heads
 from slapo_py.layouts.nodes import is_border
 from slapo_py.layouts.placement import Placement, Shard
@@ -30,7 +30,7 @@ def auto_sync(place: "Schedule", axis: str, pins: Mapping[str, Placement] | None
     graph = recording.graph
     asked = asked_of(place, graph, axis)
     asked = replace(asked, syncs={**_pins(place, graph, pins or {}), **asked.syncs})
-    look = Look(graph, ranks, axis, first_names(place, graph))
+    look = Look(graph, ranks, axis, first_names(place, graph), recording.computed)
     typing, found = look.at(asked)
     synced = {node for node, one in asked.syncs.items() if isinstance(one, Sync)}
     single = any(one.kind in MISSING and not one.line for one in found)
@@ -39,13 +39,16 @@ def auto_sync(place: "Schedule", axis: str, pins: Mapping[str, Placement] | None
         raise ShardError(f'auto_sync at "{place.path}": {uneven.message}')
     if typing.faults:
         raise PlacementError(f'auto_sync at "{place.path}": {_first(look, asked, typing, found).message}')
-    literal = [one for one in undivided(typing, asked, axis) if one.kind == LITERAL]
-    if literal:
-        raise PlacementError(f'auto_sync at "{place.path}": {literal[0].message}')
+    for one in undivided(typing, asked, axis, recording.computed):
+        if one.kind in (LITERAL, BOTH):
+            raise PlacementError(f'auto_sync at "{place.path}": {one.message}')
+    done = set[tuple[Any, ...]]()  # a module that is called several times has each sync once
     for one in typing.conversions():
         stands = isinstance(asked.syncs.get(one.node), Sync) and one is typing.at_node.get(one.node)
         pinned = one.node in asked.syncs and one.at_border  # written down even where nothing is sent
-        if not stands and (pinned or not is_local(one)):
+        if not stands and (pinned or not is_local(one)) and not (one.at_border and one.node.args[1:] in done):
+            done.add(one.node.args[1:])
+            _check_calls(place, typing, one)
             _insert(place, typing, one, axis)
     _configure(place, typing, axis)
     _reduce(place, typing, axis)
@@ -67,6 +70,22 @@ def _pins(place: "Schedule", graph: fx.Graph, pins: Mapping[str, Placement]) -> 
             )
         found |= dict.fromkeys(nodes, placement)
     return found
+
+
+def _check_calls(place: "Schedule", typing: Typing, one: Conversion) -> None:
+    """A module that is called several times does the same in each call, or is refused."""
+    if not one.at_border:
+        return
+    for node in typing.graph.nodes:
+        other = typing.at_node.get(node)
+        ends = None if other is None else (other.source, other.target, other.forward, other.backward)
+        if is_border(node) and node.args[1:] == one.node.args[1:]:
+            if ends != (one.source, one.target, one.forward, one.backward):
+                raise PlacementError(
+                    f'auto_sync at "{place.path}": "{one.node.args[2]}" is called several times, and {said(one.node)} '
+                    f"needs a collective in one call ({one}), and none or another in the next. Give each call a module "
+                    f"of its own, or put the sync at a module around one call."
+                )
 
 
 def _insert(place: "Schedule", typing: Typing, one: Conversion, axis: str) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from slapo_py.codec import PerRank
+from slapo_py.errors import ArgumentError
 from slapo_py.layouts.placement import Shard, local_shape
 from slapo_py.layouts.shapes import divides
 from slapo_py.layouts.state import Fault, said
@@ -25,6 +26,24 @@ Split = tuple[str, Shard]
 
 def axes_of(root: "Root") -> list[str]:
     """The axes for which the schedule has a split, a sync, a summed gradient or a divided attribute; else "tp"."""
+    return _named(root) or ["tp"]
+
+
+def refuse(root: "Root", where: str, axis: str | None = None, ranks: object = 1) -> None:
+    """Raise `ArgumentError` for an axis that no step uses while steps use another, and for sizes that are none.
+
+    ranks: a size, or the sizes by name.
+    """
+    for size in ranks.values() if isinstance(ranks, Mapping) else [ranks]:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ArgumentError(f"{where}: ranks must be whole numbers from 1, as in ranks=2; found {ranks!r}.")
+    used = _named(root)
+    if used and axis is not None and axis not in used:
+        others = " and ".join(f'"{one}"' for one in used)
+        raise ArgumentError(f'{where}: no step uses the mesh axis "{axis}"; the schedule uses {others}.')
+
+
+def _named(root: "Root") -> list[str]:
     said_of: list[str] = [key for tags in root.annotations.values() for key in tags]
     named = [one.axis for syncs in root.syncs.values() for one in syncs.values()]
     for step in root.history:
@@ -32,7 +51,7 @@ def axes_of(root: "Root") -> list[str]:
             named += [value.axis for value in step.kwargs.values() if isinstance(value, PerRank)]
     starts = (tag(""), reduce_tag(""))
     split = [key.removeprefix(start) for key in said_of for start in starts if key.startswith(start)]
-    return list(dict.fromkeys([*split, *named])) or ["tp"]
+    return list(dict.fromkeys([*split, *named]))
 
 
 def splits_of(root: "Root", name: str) -> list[Split]:

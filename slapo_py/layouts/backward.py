@@ -14,7 +14,7 @@ from slapo_py.layouts.nodes import is_border, is_record, outputs_of, picks_part,
 from slapo_py.layouts.placement import P, Placement, R, Shard
 from slapo_py.layouts.rows import parts_of
 from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Typing, collective, said
-from slapo_py.layouts.syncs import Sync
+from slapo_py.layouts.syncs import AUTO, Sync
 
 _ROUNDS = 8
 
@@ -25,6 +25,7 @@ class Backward:
     def __init__(self, forward: Forward, given: Mapping[fx.Node, str]) -> None:
         self.forward, self.typing, self.given = forward, forward.typing, given
         self.edge: dict[tuple[fx.Node, fx.Node | str], Placement] = {}
+        self._values()
         self.faults = len(self.typing.faults)
         self.of_parameters = of_parameters(forward.nodes)
         self.summed: dict[fx.Node, frozenset[fx.Node]] = {}
@@ -182,6 +183,23 @@ class Backward:
                     f"{said(own.node)}: the value goes through {own.forward}, so the gradient arrives as "
                     f"{own.grad_source} and must leave as {own.grad_target}: that is {own.backward}, not {asked}. "
                     f"Write instead: {line}", line,
+                )
+            )  # fmt: skip
+
+    def _values(self) -> None:
+        """Conversions that came to stand where a sync of the schedule stands, and that its own collective is not."""
+        typing = self.typing
+        told = {one.node for one in typing.faults if one.kind == "wrong in forward"}
+        for node, own in typing.at_node.items():
+            asked = self.forward.syncs.get(node)
+            if node in told or not isinstance(asked, Sync) or asked.target(own.source)[0] == own.target:
+                continue
+            line = sync_line(node, own.forward, AUTO, own, asked.axis)
+            typing.faults.append(
+                Fault(
+                    "wrong in forward", node,
+                    f"{said(node)}: the value is {own.source} and is needed {own.target}: that is {own.forward}, not "
+                    f"{asked.value or 'none'}. Write instead: {line}", line,
                 )
             )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from slapo_py.errors import ArgumentError
 from slapo_py.layouts.astray import astray
-from slapo_py.layouts.axes import axes_of, outer_ranks, too_small
+from slapo_py.layouts.axes import axes_of, outer_ranks, refuse, too_small
 from slapo_py.layouts.explain import explained
 from slapo_py.layouts.faults import MISSING, Look
 from slapo_py.layouts.heads import uneven_heads
@@ -31,6 +31,7 @@ def check(place: "Schedule", axis: str | None = None, ranks: int | Mapping[str, 
     every axis, or of each by name. Each fault has the place, the placements and, where there is one, the line to write.
     Raises `ArgumentError`, `TraceError`.
     """
+    refuse(place.root, "check", axis, ranks)
     used = axes_of(place.root)
     axes = used if axis is None else [axis]
     sizes = dict.fromkeys([*axes, *used], ranks) if isinstance(ranks, int) else dict(ranks)
@@ -59,7 +60,7 @@ def checked(
     """
     graph = recording.graph
     asked = asked_of(place, graph, axis)
-    look = Look(graph, ranks, axis, first_names(place, graph))
+    look = Look(graph, ranks, axis, first_names(place, graph), recording.computed)
     typing, found = look.at(asked)
     single = any(one.kind in MISSING and not one.line for one in found)
     uneven = uneven_heads(typing, asked.syncs.keys(), axis, outer, single)

@@ -4,6 +4,7 @@ Inference puts in what is missing and goes on, so that what is only missing give
 several: `explain.py` looks for the step that is behind them.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import fx
 from slapo_py.layouts.backward import sync_line
 from slapo_py.layouts.forward import carries
 from slapo_py.layouts.infer import infer
-from slapo_py.layouts.nodes import is_border
+from slapo_py.layouts.nodes import is_border, numbers
+from slapo_py.layouts.owned import Owner
 from slapo_py.layouts.placement import R, Shard
 from slapo_py.layouts.recorded import Asked
 from slapo_py.layouts.rows import Rows, follows_batch
@@ -21,7 +23,7 @@ from slapo_py.layouts.sizes import sizes_of
 from slapo_py.layouts.state import Conversion, Fault, Typing, is_local, said
 from slapo_py.layouts.syncs import AUTO, Sync
 
-LITERAL = "literal size"
+LITERAL, BOTH = "literal size", "size and number"
 MISSING = ("missing in forward", "missing in backward")
 STEPS = (*MISSING, "gradient not summed", "size not divided")
 """What `auto_sync` adds."""
@@ -29,12 +31,14 @@ STEPS = (*MISSING, "gradient not summed", "size not divided")
 
 @dataclass
 class Look:
-    """A recording that is looked at on one axis. names: of parameters' nodes; ties have one. known: see `infer`."""
+    """A recording that is looked at on one axis. names: of parameters' nodes; ties have one. computed:
+    attributes with whose numbers a forward has computed. known: see `infer`."""
 
     graph: fx.Graph
     ranks: int
     axis: str
     names: dict[fx.Node, str]
+    computed: Set[Owner] = frozenset()
     known: dict[Any, list[Signature]] = field(default_factory=dict)
 
     def at(self, asked: Asked) -> tuple[Typing, list[Fault]]:
@@ -48,7 +52,7 @@ class Look:
                 found.append(_missing(one, self.axis))
             elif stands and isinstance(sync, Sync) and sync.dim is not None and not isinstance(sync.parts, Rows):
                 found += _of_one_batch(one, sync, self.axis)
-        found += self._sums(typing, asked) + undivided(typing, asked, self.axis)
+        found += self._sums(typing, asked) + undivided(typing, asked, self.axis, self.computed)
         return typing, list({one.message: one for one in found}.values())
 
     def _sums(self, typing: Typing, asked: Asked) -> list[Fault]:
@@ -96,7 +100,7 @@ def _of_one_batch(one: Conversion, sync: Sync, axis: str) -> list[Fault]:
     return [Fault("parts of one batch", one.node, text, line)]
 
 
-def undivided(typing: Typing, asked: Asked, axis: str) -> list[Fault]:
+def undivided(typing: Typing, asked: Asked, axis: str, computed: Set[Owner] = frozenset()) -> list[Fault]:
     """Sizes in the code that are not a rank's, one for each attribute."""
     found: dict[tuple[str, str], Fault] = {}
     fits: set[tuple[str, str]] = set()
@@ -130,7 +134,34 @@ def undivided(typing: Typing, asked: Asked, axis: str) -> list[Fault]:
                     f'at "{owner[0]}" out.'
                 )
                 found.setdefault(owner, Fault("size divided", node, text))
-    return [one for owner, one in found.items() if one.kind != "size divided" or owner not in fits]
+    faults = [one for owner, one in found.items() if one.kind != "size divided" or owner not in fits]
+    divided = fits | {(path, name) for path, names in asked.divided.items() for name in names}
+    return faults + _used_otherwise(typing, divided, computed)
+
+
+def _used_otherwise(typing: Typing, divided: Set[Owner], computed: Set[Owner]) -> list[Fault]:
+    """Attributes that a rank has in part, and that the forward also uses for something else than its part's size."""
+    found: dict[Owner, Fault] = {}
+    last = next(reversed(typing.graph.nodes))
+    for node in typing.graph.nodes:
+        sizes = {place for place, _ in sizes_of(node)} if "val" in node.meta else set[tuple[int, ...]]()
+        for place, value in numbers((*node.args, *node.kwargs.values())):
+            owner = getattr(value, "owner", None)
+            if owner in divided and place not in sizes:
+                found.setdefault(owner, _both(node, owner))
+    for owner in sorted(divided & computed):
+        found.setdefault(owner, _both(last, owner))
+    return list(found.values())
+
+
+def _both(node: fx.Node, owner: Owner) -> Fault:
+    path, name = owner
+    return Fault(
+        BOTH, node,
+        f'the attribute {name!r} of "{path}" is the size of something that is split, so a rank has its part of it, and '
+        f"the forward also computes with it, where a rank would need the whole. Read the one or the other from a "
+        f"tensor's shape, use -1, or keep two attributes.",
+    )  # fmt: skip
 
 
 def _whole_before(node: fx.Node, typing: Typing, axis: str) -> str:

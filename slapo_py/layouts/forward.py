@@ -86,6 +86,8 @@ class Forward:
             typing.local[node] = local_size_read(typing, node)
             return None
         elif not tensors_of(node):
+            if name_of(node) == "setitem":
+                self._written(node)
             return None
         elif picks_part(node):
             base, at = node.args
@@ -184,6 +186,8 @@ class Forward:
     def _cheapest(self, node: fx.Node, slots: list[fx.Node], have: list[Placement]) -> Signature:
         best, least = None, math.inf
         for one in self._legal(node, have):
+            if in_place(node) and (one.inputs[0], one.outputs[0]) != (have[0], have[0]):
+                continue  # what is written to is the value itself, not a converted copy
             price = self._price(slots, have, one)
             if 0 < price < math.inf:
                 price += self._ahead(node, one.outputs)
@@ -198,6 +202,25 @@ class Forward:
             self.typing.faults.append(Fault("no signature", node, f"{said(node)} takes no such placements: {given}."))
             best = self._legal(node, have)[-1]
         return best
+
+    def _written(self, node: fx.Node) -> None:
+        """Elements are written in place: at the same indexes on every rank, so not along a dim that is split."""
+        base, index, value = node.args
+        target = self.typing.after[base][0]  # type: ignore[index]
+        given = [self.typing.after[one][0] for one in node.all_input_nodes[1:] if is_tensor(one)]
+        whole = target == R and all(one == R for one in given)
+        if whole or (all(one == R for one in given) and not is_tensor(index) and keeps_dim(index, target)):
+            if not (isinstance(target, Shard) and is_tensor(value) and len(shape_of(value)) > 0):
+                return
+        if is_tensor(index) and not is_tensor(value) and given == [target] and isinstance(target, Shard):
+            return  # a mask that is split as the value is
+        self.typing.faults.append(
+            Fault(
+                "no signature", node,
+                f"{said(base)} is {target}, and elements of it are written in place: each rank would write at the same "
+                f"indexes of its own part. Write it without: torch.where, masked_fill, or torch.cat of the parts.",
+            )
+        )  # fmt: skip
 
     def _price(self, slots: list[fx.Node], have: list[Placement], one: Signature) -> float:
         return sum(
@@ -276,6 +299,21 @@ def needing_gradient(nodes: list[fx.Node]) -> set[fx.Node]:
             if any(one.is_floating_point() for one in tensors):
                 found.add(node)
     return found
+
+
+def in_place(node: fx.Node) -> bool:
+    """Whether a method writes to its tensor."""
+    name = name_of(node)
+    return node.op == "call_method" and name.endswith("_") and not name.endswith("__") and is_tensor(node)
+
+
+def keeps_dim(index: Any, placement: Placement) -> bool:
+    """Whether an index leaves a split dim as it is."""
+    if not isinstance(placement, Shard):
+        return False
+    given = index if isinstance(index, tuple) else (index,)
+    plain = all(isinstance(one, int | slice) and not isinstance(one, bool) for one in given)
+    return plain and (placement.dim >= len(given) or given[placement.dim] == slice(None))
 
 
 def carries(node: fx.Node) -> bool:

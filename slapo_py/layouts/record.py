@@ -7,13 +7,15 @@ numbers that a forward reads from modules remember where they come from, so that
 that has to change.
 """
 
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from slapo_py.layouts.borders import ENTER, EXIT, border, tensors_at
-from slapo_py.layouts.owned import owned
+from slapo_py.layouts.owned import Owner, owned
 from slapo_py.layouts.rewritten import Rewritten, marks_of
 from slapo_py.tracing import trace_of
 from slapo_py.tracing.capture import Capture
@@ -31,6 +33,8 @@ class Recording(Capture):
         super().__init__(root, lambda path, module: False)
         self.rewritten: dict[str, Rewritten] = {}
         """What runs in place of the forward of a module, by its path."""
+        self.computed: set[Owner] = set()
+        """The attributes with whose numbers a forward has computed."""
 
     def bind(self, value: Any, node: Any) -> Any:
         if isinstance(node, fx.Node) and isinstance(value, Tensor | tuple | list):
@@ -44,7 +48,7 @@ class Recording(Capture):
         return self._at_border(out, EXIT)
 
     def attribute(self, path: str, name: str, value: Any) -> Any:
-        return owned(path, name, value)
+        return owned(path, name, value, self.computed)
 
     def instead(self, path: str) -> Any:
         return self.rewritten.get(path)
@@ -85,6 +89,7 @@ def record(place: "Schedule", training: bool = True, tracer: "Tracer | None" = N
             made.rewritten[path] = Rewritten(made, path, module, trace, marks)
     made.run(call, tracer.recording.fakes, training)
     _complete(made.graph)
+    _spread(made.graph)
     made.graph.eliminate_dead_code(lambda node: _has_effect(node))
     return made
 
@@ -92,6 +97,35 @@ def record(place: "Schedule", training: bool = True, tracer: "Tracer | None" = N
 def _has_effect(node: fx.Node) -> bool:
     in_place = node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__")
     return in_place or node.op in ("placeholder", "output") or getattr(node.target, "__name__", "") == "setitem"
+
+
+def _spread(graph: fx.Graph) -> None:
+    """What takes several results as one (`torch.stack(x.unbind())`) takes each of them: placements are of tensors."""
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            continue
+
+        def each(one: fx.Node, before: fx.Node = node) -> Any:
+            several = one.meta.get("val")
+            if not isinstance(several, tuple | list) or not any(isinstance(value, Tensor) for value in several):
+                return one
+            with graph.inserting_before(before):
+                parts = [graph.call_function(operator.getitem, (one, index)) for index in range(len(several))]
+            for part, value in zip(parts, several):
+                part.meta.update(val=value, within=before.meta.get("within", ""))
+            return type(several)(parts) if type(several) in (tuple, list) else tuple(parts)
+
+        node.args, node.kwargs = _mapped(node.args, each), _mapped(node.kwargs, each)
+
+
+def _mapped(value: Any, each: Callable[[fx.Node], Any]) -> Any:
+    if isinstance(value, fx.Node):
+        return each(value)
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(one, each) for one in value)
+    if isinstance(value, dict):
+        return {key: _mapped(one, each) for key, one in value.items()}
+    return value
 
 
 def _complete(graph: fx.Graph) -> None:

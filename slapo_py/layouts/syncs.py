@@ -48,6 +48,8 @@ class Sync:
             return R, "" if fits else f"the value is {source}, not split along dim {self.dim}{blocks}"
         shard = self.shard
         if self.value == "all_to_all":
+            if source == shard:
+                return shard, f"the value is {source} before"
             return shard, "" if isinstance(source, Shard) else f"the value is {source}, not split"
         wanted = P if self.value == "reduce_scatter" else R
         return shard, "" if source == wanted else f"the value is {source}, and {self.value} takes {wanted}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_py.build.randomness import DATA
 from slapo_py.errors import ArgumentError
 from slapo_py.layouts.as_written import Inputs, Program, Ranks, program
+from slapo_py.layouts.axes import refuse
 from slapo_py.layouts.recorded import divided_on
 from slapo_py.layouts.state import Fault
 from slapo_py.layouts.syncs import placements_of, reduced_of
@@ -41,12 +42,15 @@ def sizes_of(sch: "Schedule", where: str, mesh: Any, simulate: bool) -> dict[str
             raise ArgumentError(f'{where}: simulate=True needs a mesh. Write verify(mesh={{"tp": 2}}, simulate=True).')
         return {}
     sizes = dict(mesh) if isinstance(mesh, Mapping) else {"": mesh}
-    for axis, size in sizes.items():
+    for axis, size in sizes.items() or [("", 0)]:
         if not isinstance(axis, str) or not axis.isidentifier() or not _is_size(size):
             raise ArgumentError(
                 f'{where}: mesh must give the size of each axis, as in mesh={{"tp": 2}}; found {mesh!r}.'
             )
     split = {axis: size for axis, size in sizes.items() if size > 1}
+    for axis in split:
+        if axis != DATA:
+            refuse(sch.root, where, axis)
     if simulate and len(split) > 1:
         raise ArgumentError(
             f"{where}: one axis of a mesh can be simulated at a time, and {' and '.join(split)} have more than one "

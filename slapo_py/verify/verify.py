@@ -42,8 +42,8 @@ def verify(
     mesh, simulate: `mesh={"tp": 2}` builds the schedule on two processes of this machine, over gloo, with the
     collectives that it has and no others; every rank is held against the original, and parts are joined first. Dropout
     draws one mask for all ranks. Lower precision is left out. On "dp" each rank has its rows of the batch. With
-    `simulate=True` the ranks of one axis run in lock step in this process instead. Where the schedule says nothing of
-    an axis, or it has one rank, it is left out; without axes this is the verification without a mesh.
+    `simulate=True` the ranks of one axis run in lock step in this process instead. An axis of one rank is left out;
+    without axes this is the verification without a mesh. An axis that no step uses is refused, but for "dp".
 
     Returns: a report whose `grade` is "equal" or "rounding"; it prints as a table.
     Requires: example inputs; parameters with values (none on "meta").

@@ -127,3 +127,16 @@ def test_an_attribute_is_divided_over_one_axis() -> None:
     sch.auto_sync("tp")
     with pytest.raises(PlacementError, match='\'nf\' of "transformer.h.0.mlp.c_fc" is divided over "tp" already'):
         sch.auto_sync("ep")
+
+
+def test_an_axis_that_no_step_uses_is_refused() -> None:
+    text = 'no step uses the mesh axis "zz"; the schedule uses "model"'
+    sch = schedule("model")
+    with pytest.raises(ArgumentError, match=f"^check: {text}"):
+        sch.check("zz")
+    with pytest.raises(ArgumentError, match=f'^auto_sync at "": {text}'):
+        sch.auto_sync("zz")
+    with pytest.raises(ArgumentError, match='"zz"; the schedule uses "ep" and "tp"'):
+        schedule("ep", "tp").check("zz")
+    assert schedule().auto_sync("zz", pins={"up": S(1)}).check("zz") == [], "a pin is a word on an axis"
+    assert slapo.create_schedule(Mlp(), (torch.randn(2, 3, 8),)).check("zz") == []

@@ -498,3 +498,66 @@ def test_a_loss_with_a_literal_size_is_given_whole_logits() -> None:
     assert str(refused.value).endswith(f"Or let each rank have it whole there. Write: {line}")
     eval(line, {"sch": sch})
     assert sch.auto_sync("tp").check() == []
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+def block() -> slapo.Schedule:
+    torch.manual_seed(0)
+    return slapo.create_schedule(nn.Sequential(Block(), nn.LayerNorm(16)), (torch.randn(2, 4, 16),))
+
+
+@pytest.mark.parametrize(
+    ("path", "at", "value", "grad", "dim"),
+    [
+        ("0.down", "output", None, "all_gather", 1),
+        ("0.down", "output", None, "all_gather", 2),
+        ("0.up", "input", None, "reduce_scatter", 1),
+        ("0.up", "input", None, "reduce_scatter", 2),
+        ("0.up", "input", "all_to_all", "reduce_scatter", 1),
+        ("0.up", "input", "all_to_all", "auto", 1),
+    ],
+)
+def test_a_right_collective_on_the_gradient_hides_no_wrong_one(
+    path: str, at: str, value: str | None, grad: str, dim: int
+) -> None:
+    right, sch = block(), block()
+    right["0.up"].shard("weight", "bias", dim="out")
+    right["0.down"].shard("weight", dim="in")
+    right.auto_sync("tp", pins={"0": slapo.Shard(1)})
+    assert right.check() == []
+    for step in right.history:
+        changed = step.primitive == "sync" and step.path == path
+        kwargs = {"value": value, "grad": grad, "dim": dim} if changed else step.kwargs
+        getattr(sch[step.path] if step.path else sch, step.primitive)(*step.args, **kwargs)
+    (found,) = sch.check()
+    good = "all_gather" if at == "input" else "reduce_scatter"
+    line = f'sch["{path}"].sync("{at}", "{good}", dim=1)'
+    assert found.kind == "wrong in forward" and found.line == line, found.message
+    with pytest.raises(PlacementError, match=re.escape(line)):
+        sch.auto_sync("tp")
+
+
+def test_all_to_all_of_what_is_split_so_already() -> None:
+    sch = slapo.create_schedule(nn.Sequential(nn.LayerNorm(16), nn.LayerNorm(16)), (torch.randn(2, 4, 16),))
+    sch["0"].sync("input", "split", dim=1).reduce_grad("weight", "bias")
+    sch["0"].sync("output", "all_to_all", dim=1)
+    sch["1"].sync("output", "all_gather", dim=1).reduce_grad("weight", "bias")
+    (found,) = sch.check()
+    assert found.kind == "wrong in forward" and 'output 0 of "0"' in found.message
+
+
+@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, {"tp": 0}])
+def test_numbers_of_ranks_that_are_refused(ranks: object) -> None:
+    text = re.escape(f"ranks must be whole numbers from 1, as in ranks=2; found {ranks!r}.")
+    with pytest.raises(ArgumentError, match=f"^check: {text}"):
+        mlp().check(ranks=ranks)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=f'^auto_sync at "": {text}'):
+        mlp().auto_sync(ranks=ranks)  # type: ignore[arg-type]

@@ -249,6 +249,10 @@ def _halved(module: nn.Module) -> nn.Module:
         ({"simulate": True}, r'simulate=True needs a mesh\. Write verify\(mesh=\{"tp": 2\}, simulate=True\)'),
         ({"mesh": {"tp": True}}, r"mesh must give the size of each axis, .* found \{'tp': True\}"),
         ({"mesh": {"tp": 0}, "simulate": True}, r"mesh must give the size of each axis, .* found \{'tp': 0\}"),
+        ({"mesh": {}}, r"mesh must give the size of each axis, .* found \{\}"),
+        ({"mesh": {"zz": 2}, "simulate": True}, '^verify: no step uses the mesh axis "zz"; the schedule uses "tp"'),
+        ({"mesh": {"zz": 2}}, 'no step uses the mesh axis "zz"; the schedule uses "tp"'),
+        ({"mesh": {"tp": 2, "zz": 2}}, 'no step uses the mesh axis "zz"; the schedule uses "tp"'),
         ({"mesh": 2, "simulate": True}, "mesh must give the size of each axis, .* found 2"),
         (
             {"mesh": {"tp": 2, "dp": 2}, "simulate": True},

@@ -1,0 +1,124 @@
+"""Models that once passed the checker and were wrong on ranks: each is refused with the reason, or right."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import slapo_py as slapo
+from slapo_py.errors import PlacementError
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.RReLU()
+        self.heads, self.width = 4, 32
+        self.register_buffer("mean", torch.zeros(6, 32))
+
+
+Forward = Callable[[Base, Tensor], Tensor]
+
+
+def split(forward: Forward) -> slapo.Schedule:
+    torch.manual_seed(0)
+    model = type("Model", (Base,), {"forward": forward})()
+    sch = slapo.create_schedule(model, (torch.randn(4, 6, 16),))
+    sch["up"].shard("weight", "bias", dim="out")
+    sch["down"].shard("weight", dim="in")
+    return sch
+
+
+def a_number_of_a_divided_attribute(self: Base, x: Tensor) -> Tensor:
+    heads = self.up(x).view(4, 6, self.heads, -1)
+    return self.down((heads.softmax(-1) * (32 // self.heads) ** -0.5).flatten(2))
+
+
+def the_same_by_another_name(self: Base, x: Tensor) -> Tensor:
+    count = self.heads
+    heads = self.up(x).view(4, 6, count, -1)
+    return self.down((heads.softmax(-1) * (self.width / count) ** -0.5).flatten(2))
+
+
+def a_size_worked_out_from_it(self: Base, x: Tensor) -> Tensor:
+    rows, length, width = x.shape
+    return self.down(self.up(x).view(rows, length, self.heads, 2 * width // self.heads).softmax(-1).flatten(2))
+
+
+def a_tensor_divided_by_it(self: Base, x: Tensor) -> Tensor:
+    return self.down((self.up(x).view(4, 6, self.heads, -1) / self.heads).flatten(2))
+
+
+def an_element_written(self: Base, x: Tensor) -> Tensor:
+    hidden = self.up(x)
+    hidden[..., 0] = 0
+    return self.down(hidden)
+
+
+def an_element_of_a_mask_written(self: Base, x: Tensor) -> Tensor:
+    hidden = self.up(x)
+    mask = torch.zeros_like(hidden)
+    mask[..., 0] = 1
+    return self.down(hidden * mask)
+
+
+def a_whole_buffer_updated_in_place(self: Base, x: Tensor) -> Tensor:
+    hidden = self.up(x)
+    with torch.no_grad():
+        self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+    return self.down(hidden - self.mean)
+
+
+def a_module_called_on_two_kinds(self: Base, x: Tensor) -> Tensor:
+    return self.drop(self.down(self.drop(self.up(x))))
+
+
+BOTH = "is the size of something that is split, so a rank has its part of it, and the forward also computes with it"
+WRITTEN = "elements of it are written in place: each rank would write at the same indexes of its own part"
+REFUSED: dict[Forward, str] = {
+    a_number_of_a_divided_attribute: BOTH,
+    the_same_by_another_name: BOTH,
+    a_size_worked_out_from_it: BOTH,
+    a_tensor_divided_by_it: BOTH,
+    an_element_written: f'output 0 of "up" is S.2., and {WRITTEN}',
+    an_element_of_a_mask_written: f"zeros_like is S.2., and {WRITTEN}",
+    a_whole_buffer_updated_in_place: "mean is S.1., and add_ needs it R",
+    a_module_called_on_two_kinds: 'called several times, and input 0 of "drop" needs a collective in one call',
+}
+
+
+@pytest.mark.parametrize("forward", REFUSED, ids=lambda one: one.__name__)
+def test_refused(forward: Forward) -> None:
+    sch = split(forward)
+    with pytest.raises(PlacementError, match=REFUSED[forward]):
+        sch.auto_sync("tp")
+    assert sch.check()
+
+
+def rows_written(self: Base, x: Tensor) -> Tensor:
+    hidden = self.up(x) * 1
+    hidden[:, 0] = 0
+    return self.down(hidden)
+
+
+def written_under_a_mask(self: Base, x: Tensor) -> Tensor:
+    hidden = self.up(x) * 1
+    hidden[hidden < 0] = 0
+    return self.down(hidden)
+
+
+def all_results_taken_as_one(self: Base, x: Tensor) -> Tensor:
+    return self.down(torch.stack(self.up(x).unbind(-1), -1))
+
+
+def layers_called_twice(self: Base, x: Tensor) -> Tensor:
+    return self.down(F.relu(self.up(F.relu(self.down(F.relu(self.up(x)))))))
+
+
+@pytest.mark.parametrize("forward", [rows_written, written_under_a_mask, all_results_taken_as_one, layers_called_twice])
+def test_right(forward: Forward) -> None:
+    sch = split(forward).auto_sync("tp")
+    assert sch.check() == []
+    assert sch.verify(mesh={"tp": 2}, simulate=True).grade in ("equal", "rounding")
