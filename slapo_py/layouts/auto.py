@@ -39,15 +39,16 @@ def auto_sync(place: "Schedule", axis: str, pins: Mapping[str, Placement] | None
         raise ShardError(f'auto_sync at "{place.path}": {uneven.message}')
     if typing.faults:
         raise PlacementError(f'auto_sync at "{place.path}": {_first(look, asked, typing, found).message}')
-    for one in undivided(typing, asked, axis, recording.computed):
-        if one.kind in (LITERAL, BOTH):
-            raise PlacementError(f'auto_sync at "{place.path}": {one.message}')
-    done = set[tuple[Any, ...]]()  # a module that is called several times has each sync once
+    for fault in undivided(typing, asked, axis, recording.computed):
+        if fault.kind in (LITERAL, BOTH):
+            raise PlacementError(f'auto_sync at "{place.path}": {fault.message}')
+    done = set[Any]()  # a module that is called several times has each sync once
     for one in typing.conversions():
         stands = isinstance(asked.syncs.get(one.node), Sync) and one is typing.at_node.get(one.node)
         pinned = one.node in asked.syncs and one.at_border  # written down even where nothing is sent
-        if not stands and (pinned or not is_local(one)) and not (one.at_border and one.node.args[1:] in done):
-            done.add(one.node.args[1:])
+        border = one.node.args[1:] if one.at_border else None
+        if not stands and (pinned or not is_local(one)) and border not in done:
+            done |= {border} - {None}
             _check_calls(place, typing, one)
             _insert(place, typing, one, axis)
     _configure(place, typing, axis)

@@ -146,8 +146,8 @@ def _used_otherwise(typing: Typing, divided: Set[Owner], computed: Set[Owner]) -
     for node in typing.graph.nodes:
         sizes = {place for place, _ in sizes_of(node)} if "val" in node.meta else set[tuple[int, ...]]()
         for place, value in numbers((*node.args, *node.kwargs.values())):
-            owner = getattr(value, "owner", None)
-            if owner in divided and place not in sizes:
+            owner: Owner | None = getattr(value, "owner", None)
+            if owner is not None and owner in divided and place not in sizes:
                 found.setdefault(owner, _both(node, owner))
     for owner in sorted(divided & computed):
         found.setdefault(owner, _both(last, owner))

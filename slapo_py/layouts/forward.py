@@ -205,8 +205,10 @@ class Forward:
 
     def _written(self, node: fx.Node) -> None:
         """Elements are written in place: at the same indexes on every rank, so not along a dim that is split."""
+        base: Any
+        value: Any
         base, index, value = node.args
-        target = self.typing.after[base][0]  # type: ignore[index]
+        target = self.typing.after[base][0]
         given = [self.typing.after[one][0] for one in node.all_input_nodes[1:] if is_tensor(one)]
         whole = target == R and all(one == R for one in given)
         if whole or (all(one == R for one in given) and not is_tensor(index) and keeps_dim(index, target)):
