@@ -10,6 +10,7 @@ a collective, are ended and its error is raised here as `RankError`. Nothing is 
 import multiprocessing
 import os
 import warnings
+from collections.abc import Callable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from slapo_py.distributed.local_ranks import LocalRanks, Process
 from slapo_py.distributed.one_rank import serve
 from slapo_py.errors import RankError as RankError
+from tests import refusals
 
 
 class Ranks(LocalRanks):
@@ -25,6 +27,12 @@ class Ranks(LocalRanks):
 
     def __init__(self, size: int, folder: Path, timeout: float = 60.0) -> None:
         super().__init__(size, timeout, folder)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> list[Any]:
+        """As `LocalRanks.run`. The refusals that a `pytest.raises` of a rank has met are remembered here."""
+        answers = super().run(_watched, function, *arguments, timeout=timeout)
+        refusals.met.update(one for _, met in answers for one in met)
+        return [answer for answer, _ in answers]
 
     def _start(self, pipe: Connection, rank: int, store: str) -> Process:
         return _Forked(_server(), pipe, rank, self.size, store, self.timeout)
@@ -57,6 +65,17 @@ def _server() -> Any:
         if before is not None:
             os.environ["OMP_NUM_THREADS"] = before
     return context
+
+
+_watching: list[bool] = []
+
+
+def _watched(function: Callable[..., Any], *arguments: Any) -> tuple[Any, list[tuple[str, int]]]:
+    """What a function returns on a rank, and the refusals that were met there."""
+    if not _watching:
+        _watching.append(True)
+        refusals.watch()
+    return function(*arguments), list(refusals.met)
 
 
 def _serve(*arguments: Any) -> None:

@@ -22,7 +22,7 @@ from tests.laws.witness import form
 from tests.running import differences
 
 ROOT = Path(__file__).parents[1]
-EACH = 80
+EACH = 90
 """Examples of each model; a few of them turn out to be the same."""
 
 # Dynamo looks at .grad of whatever a compiled module is called with.
