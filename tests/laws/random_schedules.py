@@ -103,7 +103,7 @@ MODELS: dict[str, Model] = {
 # How often a primitive is drawn; compiling is the slowest to run.
 WEIGHTS = {
     "trace": 10, "checkpoint": 6, "compile": 2, "annotate": 4, "configure": 5, "mark": 3, "recompute": 2, "replace": 4,
-    "group": 3, "fuse": 2, "decompose": 3, "attention": 2, "shard": 2, "sync": 2, "reduce_grad": 3,
+    "group": 3, "fuse": 5, "decompose": 3, "attention": 14, "shard": 2, "sync": 2, "reduce_grad": 3,
     "fork_rng": 2,
 }  # fmt: skip
 
