@@ -161,8 +161,8 @@ class _Tracer(fx.Tracer):
             return a
         try:
             return super().create_arg(a)
-        except NotImplementedError:  # what fx says of a kind of argument that it doesn't know, such as a user's object
-            return a  # a literal like any other: compared with what the graph has there
+        except NotImplementedError:  # so fx refuses a kind of argument that it doesn't know, a user's object say:
+            return a  # here it is a literal like any other, compared with what the graph has there
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         raise _refusal(

@@ -1,5 +1,6 @@
 """rms_norm: values, gradients, and where fuse finds it."""
 
+import abc
 import sys
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 import slapo_py as slapo
 from slapo_py.errors import NoMatchError
 from slapo_py.kernels.rms_norm import functional_rms_norm, rms_norm
-from tests.kernels.lab import DEVICE, Args, Draw, KernelTests, same
+from tests.kernels.lab import DEVICE, Args, Draw, KernelTests, cpu_only, same
 
 module = sys.modules[rms_norm.__module__]
 
 
-class Norm(nn.Module):
+class Norm(nn.Module, abc.ABC):
     """A norm as a model writes it: `compute` with its own weight and eps."""
 
     initial, eps = 1.0, 1e-5
@@ -26,8 +27,9 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(self.initial + 0.1 * torch.randn(width, dtype=weight or dtype))
 
     @staticmethod
+    @abc.abstractmethod
     def compute(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        raise NotImplementedError
+        """The formula."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, self.weight, self.eps)
@@ -142,11 +144,10 @@ def test_programs_that_take_many_rows(rows: int, monkeypatch: pytest.MonkeyPatch
 PAIRS = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16, torch.float32), (torch.float32, torch.bfloat16)]
 
 
+@cpu_only
 @pytest.mark.parametrize("dtypes", PAIRS, ids=str)
 @pytest.mark.parametrize("form", [LlamaNorm, T5Norm, GemmaNorm, LateNorm])
 def test_each_form_is_its_model_bit_by_bit(form: type[Norm], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    if DEVICE != "cpu":
-        pytest.skip("the plain form runs on the CPU")
     torch.manual_seed(0)
     x = (3 * torch.randn(5, 33, dtype=dtypes[0])).requires_grad_()
     weight = torch.randn(33, dtype=dtypes[1]).requires_grad_()

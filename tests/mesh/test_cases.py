@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_py as slapo
@@ -17,22 +16,9 @@ from slapo_py.backends.data_parallel import AXIS
 from slapo_py.build.slicing import part_of
 from slapo_py.distributed.mesh import Mesh
 from slapo_py.layouts.placement import Shard
-from tests.layouts.test_cases import Tied
+from tests.layouts.test_cases import Attention, Tied
 from tests.mesh.conftest import Run
 from tests.mesh.whole import compare_built
-
-
-class FusedAttention(nn.Module):
-    def __init__(self, width: int = 16, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.o = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (one.view(batch, length, -1, width // self.heads).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(mixed.transpose(1, 2).reshape(batch, length, -1))
 
 
 class Drops(nn.Module):
@@ -98,7 +84,7 @@ def _g07(ranks: int) -> tuple[float, bool]:
 
 def _g08(ranks: int) -> tuple[float, bool]:
     torch.manual_seed(0)
-    model, x = FusedAttention(), torch.randn(2, 5, 16, dtype=torch.float64)
+    model, x = Attention(), torch.randn(2, 5, 16, dtype=torch.float64)
 
     def steps(sch: slapo.Schedule) -> None:
         sch["qkv"].shard("weight", "bias", dim="out", parts=3)
