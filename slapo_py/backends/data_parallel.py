@@ -11,11 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
 from slapo_py.tracing.values import map_tensors
-
-AXIS = "dp"
 
 
 class Alone:
@@ -40,12 +38,12 @@ class Replicated(Alone):
 
     def __init__(self, module: nn.Module, mesh: Mesh, every: bool) -> None:
         super().__init__(module)
-        self.size, self.every = mesh.size(AXIS), every
+        self.size, self.every = mesh.size(DATA), every
         # torch 2.13 has renamed this one and warns of the old name
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {buffers: False, "find_unused_parameters": True}
-        self._wrapped = DistributedDataParallel(module, process_group=mesh.group(AXIS), **options)
+        self._wrapped = DistributedDataParallel(module, process_group=mesh.group(DATA), **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapped(*args, **kwargs)
@@ -60,13 +58,13 @@ class FullySharded(Alone):
 
     def __init__(self, module: nn.Module, mesh: Mesh, precision: str) -> None:
         super().__init__(module)
-        self.size = mesh.size(AXIS)
+        self.size = mesh.size(DATA)
         policy = MixedPrecisionPolicy()
         if precision == "bf16":
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
-        part = mesh.device_mesh[AXIS]
+        part = mesh.device_mesh[DATA]
         for block in _blocks(module):
             block.register_forward_hook(_without_views)
             fully_shard(block, mesh=part, mp_policy=policy)
@@ -110,13 +108,13 @@ def data_parallel(module: nn.Module, mesh: Mesh | None, kind: str, precision: st
 
     Raises `BuildError` for a module that normalises over the batch.
     """
-    if mesh is None or mesh.size(AXIS) == 1:
+    if mesh is None or mesh.size(DATA) == 1:
         return Alone(module)
     for path, child in module.named_modules():
         if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and child.training:
             raise BuildError(
                 f"build at {path!r}: {type(child).__name__} normalises over the batch, and each of the "
-                f'{mesh.size(AXIS)} ranks of "{AXIS}" has a part of it, so the result would be another one. '
+                f'{mesh.size(DATA)} ranks of "{DATA}" has a part of it, so the result would be another one. '
                 f"Replace it by SyncBatchNorm or GroupNorm, or put it in eval mode before create_schedule."
             )
     if kind == "fsdp":

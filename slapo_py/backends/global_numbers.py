@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slapo_py.backends.data_parallel import AXIS
 from slapo_py.build.facts import Facts
 from slapo_py.distributed import raw
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import EngineError
 
 
-def summed(value: Tensor, mesh: Mesh | None, axis: str = AXIS) -> Tensor:
+def summed(value: Tensor, mesh: Mesh | None, axis: str = DATA) -> Tensor:
     """The sum of a tensor over the ranks of an axis, on each of them."""
     if mesh is None or mesh.size(axis) == 1:
         return value
@@ -48,12 +47,12 @@ def agreed_count(prepare: Callable[[], int], batch: Any, mesh: Mesh, first: bool
         raise EngineError(f"engine: rank {rank} can't take its batch, so no rank does. It says: {said[rank]}")
     axes = list(mesh.sizes)
     table = torch.stack(every).reshape(*mesh.sizes.values(), 3)
-    table = table.movedim(axes.index(AXIS), 0) if AXIS in axes else table[None]
+    table = table.movedim(axes.index(DATA), 0) if DATA in axes else table[None]
     table = table.reshape(table.shape[0], -1, 3)
     if not torch.equal(table, table[:, :1].expand_as(table)):
         raise EngineError(
-            f'engine: ranks of one place on "{AXIS}" were given different batches. Only "{AXIS}" splits the data: let '
-            f'each rank take the batch of its place there, mesh.get_local_rank("{AXIS}") of {mesh.size(AXIS)}.'
+            f'engine: ranks of one place on "{DATA}" were given different batches. Only "{DATA}" splits the data: let '
+            f'each rank take the batch of its place there, mesh.get_local_rank("{DATA}") of {mesh.size(DATA)}.'
         )
     return int(table[:, 0, 1].sum())
 
@@ -96,10 +95,10 @@ def norm_and_clip_on(named: Iterable[tuple[str, nn.Parameter]], facts: Facts, me
         parts.append(part)
         axes = [axis for axis in facts[name].placements if mesh.size(axis) > 1] if name in facts else []
         if isinstance(parameter.grad, DTensor):
-            axes.append(AXIS)
+            axes.append(DATA)
         wide = part.detach().to(torch.promote_types(part.dtype, torch.float32))
         squares.setdefault(tuple(sorted(axes)), []).append(wide.square().sum())
-    every = sorted({axis for axis in mesh.sizes if mesh.size(axis) > 1} | {AXIS})
+    every = sorted({axis for axis in mesh.sizes if mesh.size(axis) > 1} | {DATA})
     total = torch.zeros(())
     for chosen in _subsets(every):
         square = torch.stack(squares[chosen]).sum() if chosen in squares else torch.zeros(())

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slapo_py.backends.data_parallel import AXIS
 from slapo_py.build.tensors import held_by
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.distributed.rng import differ, seed_of
 
 
@@ -68,10 +67,10 @@ def set_state_here(module: nn.Module, mesh: Mesh | None, sizes: dict[str, int], 
     """
     here = axes_of(mesh)
     at = {axis: mesh.coordinate(axis) for axis in here} if mesh is not None else {}
-    place = at.get(AXIS, 0)
-    wanted = at if here == sizes else {axis: place if axis == AXIS else 0 for axis in sizes}
+    place = at.get(DATA, 0)
+    wanted = at if here == sizes else {axis: place if axis == DATA else 0 for axis in sizes}
     state = next((one for one in saved if one["coordinates"] == wanted), saved[0])
-    apart = {AXIS: place} if state["coordinates"] != wanted and _differ(saved) else {}
+    apart = {DATA: place} if state["coordinates"] != wanted and _differ(saved) else {}
     set_process_state(state["random"])
     for path, generator in generators(module).items():
         generator.set_state(state["generators"][path])
@@ -86,7 +85,7 @@ def set_state_here(module: nn.Module, mesh: Mesh | None, sizes: dict[str, int], 
 
 def _differ(saved: list[dict[str, Any]]) -> bool:
     """Whether ranks of other places on "dp" have other states."""
-    along = [one for one in saved if not any(at for axis, at in one["coordinates"].items() if axis != AXIS)]
+    along = [one for one in saved if not any(at for axis, at in one["coordinates"].items() if axis != DATA)]
     return any(not torch.equal(one["random"]["torch"], along[0]["random"]["torch"]) for one in along)
 
 

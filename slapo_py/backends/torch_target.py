@@ -10,13 +10,13 @@ from torch import nn
 
 from slapo_py.backends import batches, state
 from slapo_py.backends.base import Engine, Training
-from slapo_py.backends.data_parallel import AXIS, data_parallel
+from slapo_py.backends.data_parallel import data_parallel
 from slapo_py.backends.global_numbers import agreed_count, norm_and_clip_on, sum_partial, summed
 from slapo_py.backends.optim import make_optimizer, make_scheduler, norm_and_clip
 from slapo_py.backends.precision import MasterWeights, Weights
 from slapo_py.build.facts import facts_of
 from slapo_py.distributed.failures import fails_together
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.distributed.rng import forked
 from slapo_py.errors import EngineError
 
@@ -33,7 +33,8 @@ class TorchEngine(Engine):
     def __init__(self, module: nn.Module, training: Training, mesh: Mesh | None = None) -> None:
         super().__init__(module, training, mesh)
         self.facts = facts_of(module)
-        masters = training.precision == "bf16" and training.data_parallel != "fsdp"
+        spread = training.data_parallel == "fsdp" and mesh is not None and mesh.size(DATA) > 1
+        masters = training.precision == "bf16" and not spread  # FSDP2 keeps its own
         self.weights = MasterWeights(module) if masters else Weights(module)
         self.replicas = data_parallel(module, mesh, training.data_parallel, training.precision, every=masters)
         self.weights.renew()
@@ -81,7 +82,7 @@ class TorchEngine(Engine):
         """Data-parallel ranks draw differently, each for its own rows; ranks of other axes draw alike."""
         if self.mesh is None or self.replicas.size == 1 or self.training.logical_masks:
             return nullcontext()
-        return forked({AXIS: self.mesh.coordinate(AXIS)})
+        return forked({DATA: self.mesh.coordinate(DATA)})
 
     def _norm(self) -> torch.Tensor:
         if self.mesh is None:

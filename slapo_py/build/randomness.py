@@ -7,15 +7,13 @@ from torch import fx
 
 from slapo_py.build.rank_graph import graph_of
 from slapo_py.distributed.masks import MaskedByIndex, Part
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
 from slapo_py.layouts.nodes import name_of, shape_of
 from slapo_py.layouts.placement import Shard, is_even
 from slapo_py.layouts.state import Typing
 from slapo_py.layouts.table import canonical
 from slapo_py.scheduled import dress
-
-DATA = "dp"
 
 
 def mask_by_index(place: Any, graph: fx.Graph, typed: Mapping[str, Typing], mesh: Mesh) -> None:

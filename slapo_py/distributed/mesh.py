@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from slapo_py.distributed.collectives import Ranks
 
 
+DATA = "dp"
+"""The axis that splits the batch; every other one is given it whole."""
 _MESHES: "weakref.WeakKeyDictionary[Any, dict[Any, Mesh]]" = weakref.WeakKeyDictionary()
 """The meshes of a world, by their sizes."""
 

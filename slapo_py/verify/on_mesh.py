@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slapo_py.build.randomness import DATA
+from slapo_py.distributed.mesh import DATA
 from slapo_py.errors import ArgumentError
 from slapo_py.layouts.as_written import Inputs, Program, Ranks, program
 from slapo_py.layouts.axes import refuse

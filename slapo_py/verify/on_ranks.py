@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from slapo_py.build.facts import Facts
-from slapo_py.build.randomness import DATA
 from slapo_py.distributed.local_ranks import LocalRanks
+from slapo_py.distributed.mesh import DATA
 from slapo_py.errors import ArgumentError, GuardError, PlacementError, RankError
 from slapo_py.layouts.nodes import is_border, shape_of
 from slapo_py.layouts.placement import Placement

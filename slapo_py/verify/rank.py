@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from slapo_py.build.build import build
 from slapo_py.build.facts import Facts, facts_of
 from slapo_py.build.materialize import materialize
-from slapo_py.build.randomness import DATA
 from slapo_py.build.unchecked import checker_off
 from slapo_py.distributed import raw
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.layouts.borders import Border
 from slapo_py.primitive import TABLE
 from slapo_py.tracing.recorder import Inputs

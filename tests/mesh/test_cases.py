@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import slapo_py as slapo
-from slapo_py.backends.data_parallel import AXIS
 from slapo_py.build.slicing import part_of
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.layouts.placement import Shard
 from tests.layouts.test_cases import Attention, Tied
 from tests.mesh.conftest import Run
@@ -153,10 +152,10 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-2)
 
 @pytest.mark.slow
 def test_g27_four_ranks_then_three_then_four(on_ranks: Run, tmp_path: Path) -> None:
-    expected = on_ranks(1, _steps, {AXIS: 1}, None, None, 0, 4)[0]
-    on_ranks(4, _steps, {AXIS: 4}, None, str(tmp_path / "a"), 0, 2)
-    on_ranks(3, _steps, {AXIS: 3}, str(tmp_path / "a"), str(tmp_path / "b"), 2, 3)
-    for found in on_ranks(4, _steps, {AXIS: 4}, str(tmp_path / "b"), None, 3, 4):
+    expected = on_ranks(1, _steps, {DATA: 1}, None, None, 0, 4)[0]
+    on_ranks(4, _steps, {DATA: 4}, None, str(tmp_path / "a"), 0, 2)
+    on_ranks(3, _steps, {DATA: 3}, str(tmp_path / "a"), str(tmp_path / "b"), 2, 3)
+    for found in on_ranks(4, _steps, {DATA: 4}, str(tmp_path / "b"), None, 3, 4):
         assert (found - expected).abs().max() < 1e-6
 
 
@@ -177,7 +176,7 @@ def _steps(sizes: dict[str, int], load: str | None, save: str | None, first: int
         engine.load(load)
     for step in range(first, last):
         rows = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        engine.train_step(rows.tensor_split(sizes[AXIS])[Mesh.of(sizes).coordinate(AXIS)])
+        engine.train_step(rows.tensor_split(sizes[DATA])[Mesh.of(sizes).coordinate(DATA)])
     if save:
         engine.save(save)
     return engine.state_dict()["weight"].clone()

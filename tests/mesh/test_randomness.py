@@ -1,11 +1,13 @@
 """Dropout on a mesh: alike over "tp", different where asked, and by logical index what one process drops."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import slapo_py as slapo
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
 from tests.mesh.conftest import Run
 from tests.mesh.whole import compare_built, schedule
@@ -88,3 +90,34 @@ def _refused() -> str:
     with pytest.raises(BuildError, match="the dropouts of this one lie differently") as refused:
         slapo.build(sch, mesh={"tp": 2}, logical_masks=True)
     return str(refused.value)
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_data_parallel_ranks_drop_apart(logical: bool, on_ranks: Run) -> None:
+    (first, again), (second, _) = on_ranks(2, _dropped_in_steps, logical)
+    assert not torch.equal(first, again), "each step draws anew"
+    if logical:
+        assert torch.equal(torch.cat((first, second)), on_ranks(1, _dropped_in_steps, True)[0][0])
+    else:
+        assert not torch.equal(first, second)
+
+
+def _dropped_in_steps(logical: bool) -> tuple[Tensor, Tensor]:
+    """What is kept in two steps of training on four rows in all, every rank seeded alike."""
+    torch.manual_seed(0)
+    parts = torch.distributed.get_world_size()
+    engine = slapo.build(
+        slapo.create_schedule(nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5)), (torch.randn(4, 8),)),
+        target="torch",
+        mesh={DATA: parts},
+        logical_masks=logical,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=lambda output, batch: output.square().sum(),
+        count=len,
+    )
+    kept: list[Tensor] = []
+    engine.module[1].register_forward_hook(lambda module, given, out: kept.append(out.detach() != 0))
+    torch.manual_seed(7)
+    for _ in range(2):
+        engine.train_step(torch.ones(4 // parts, 8))
+    return kept[0], kept[1]

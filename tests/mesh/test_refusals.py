@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import slapo_py as slapo
-from slapo_py.backends.data_parallel import AXIS
 from slapo_py.build.borders import Move
 from slapo_py.distributed.collectives import Ranks
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError, EngineError, PlacementError, ScheduleError
 from slapo_py.layouts.placement import P, R
 from tests.mesh.conftest import Run
@@ -115,7 +114,7 @@ def _count(batch: Tensor) -> int:
 def _batch_norm() -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     match = "build at '1': BatchNorm1d normalises over the batch"
-    return _message(BuildError, match, lambda: _engine(model, torch.randn(3, 8), {AXIS: 2}))
+    return _message(BuildError, match, lambda: _engine(model, torch.randn(3, 8), {DATA: 2}))
 
 
 def _other_batches() -> str:
@@ -128,7 +127,7 @@ def _other_batches() -> str:
 
 def _one_bad_batch() -> str:
     torch.manual_seed(0)
-    engine = _engine(Mlp(), torch.randn(3, 8), {AXIS: 2})
+    engine = _engine(Mlp(), torch.randn(3, 8), {DATA: 2})
     rank = torch.distributed.get_rank()
     with pytest.raises((EngineError, ValueError), match="rank 1 can't take its batch|five rows") as refused:
         engine.train_step(torch.randn(3 if rank == 0 else 5, 8))

@@ -81,6 +81,9 @@ def train(
         expected, found = alone.train_step(batch), engine.train_step(of_rank(batch, mesh))
         errors[f"loss of step {step}"] = float((expected - found).abs() / expected)
         errors[f"norm of step {step}"] = float((alone.grad_norm - engine.grad_norm).abs() / alone.grad_norm)
+    last = batches(sch)[-1]
+    expected, found = alone.eval_step(last), engine.eval_step(of_rank(last, mesh))
+    errors["loss of eval_step"] = float((expected - found).abs() / expected)
     theirs = dict(alone.module.named_parameters())
     same: dict[str, Tensor] = {}
     for key, one in engine.module.named_parameters():
