@@ -136,18 +136,18 @@ def undivided(typing: Typing, asked: Asked, axis: str, computed: Set[Owner] = fr
                 found.setdefault(owner, Fault("size divided", node, text))
     faults = [one for owner, one in found.items() if one.kind != "size divided" or owner not in fits]
     divided = fits | {(path, name) for path, names in asked.divided.items() for name in names}
-    return faults + _used_otherwise(typing, divided, computed)
+    return faults + _used_otherwise(typing, divided - found.keys() | fits, computed)
 
 
 def _used_otherwise(typing: Typing, divided: Set[Owner], computed: Set[Owner]) -> list[Fault]:
-    """Attributes that a rank has in part, and that the forward also uses for something else than its part's size."""
+    """Attributes that a rank has in part, and that the forward also uses where a rank would need the whole."""
     found: dict[Owner, Fault] = {}
     last = next(reversed(typing.graph.nodes))
     for node in typing.graph.nodes:
-        sizes = {place for place, _ in sizes_of(node)} if "val" in node.meta else set[tuple[int, ...]]()
+        divides = typing.resized.get(node, {})
         for place, value in numbers((*node.args, *node.kwargs.values())):
             owner: Owner | None = getattr(value, "owner", None)
-            if owner is not None and owner in divided and place not in sizes:
+            if owner is not None and owner in divided and place not in divides:
                 found.setdefault(owner, _both(node, owner))
     for owner in sorted(divided & computed):
         found.setdefault(owner, _both(last, owner))
@@ -158,9 +158,9 @@ def _both(node: fx.Node, owner: Owner) -> Fault:
     path, name = owner
     return Fault(
         BOTH, node,
-        f'the attribute {name!r} of "{path}" is the size of something that is split, so a rank has its part of it, and '
-        f"the forward also computes with it, where a rank would need the whole. Read the one or the other from a "
-        f"tensor's shape, use -1, or keep two attributes.",
+        f'a rank has its part of the attribute {name!r} of "{path}", which is a size of something split or was '
+        f"configured so, and the forward also uses it otherwise, where a rank would need the whole. Read the one or "
+        f"the other from a tensor's shape, use -1, or keep two attributes.",
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.drop = nn.Linear(16, 32), nn.Linear(32, 16), nn.RReLU()
-        self.heads, self.width = 4, 32
+        self.heads, self.width, self.split_heads = 4, 32, Heads()
         self.register_buffer("mean", torch.zeros(6, 32))
 
 
@@ -51,6 +51,19 @@ def a_tensor_divided_by_it(self: Base, x: Tensor) -> Tensor:
     return self.down((self.up(x).view(4, 6, self.heads, -1) / self.heads).flatten(2))
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).softmax(-1).flatten(-2)
+
+
+def a_module_called_on_split_and_whole(self: Base, x: Tensor) -> Tensor:
+    return self.down(self.split_heads(self.up(x))) + self.split_heads(x)
+
+
 def an_element_written(self: Base, x: Tensor) -> Tensor:
     hidden = self.up(x)
     hidden[..., 0] = 0
@@ -75,13 +88,14 @@ def a_module_called_on_two_kinds(self: Base, x: Tensor) -> Tensor:
     return self.drop(self.down(self.drop(self.up(x))))
 
 
-BOTH = "is the size of something that is split, so a rank has its part of it, and the forward also computes with it"
+BOTH = "a rank has its part of the attribute 'heads' .* the forward also uses it otherwise"
 WRITTEN = "elements of it are written in place: each rank would write at the same indexes of its own part"
 REFUSED: dict[Forward, str] = {
     a_number_of_a_divided_attribute: BOTH,
     the_same_by_another_name: BOTH,
     a_size_worked_out_from_it: BOTH,
     a_tensor_divided_by_it: BOTH,
+    a_module_called_on_split_and_whole: BOTH,
     an_element_written: f'output 0 of "up" is S.2., and {WRITTEN}',
     an_element_of_a_mask_written: f"zeros_like is S.2., and {WRITTEN}",
     a_whole_buffer_updated_in_place: "mean is S.1., and add_ needs it R",
@@ -122,3 +136,14 @@ def test_right(forward: Forward) -> None:
     sch = split(forward).auto_sync("tp")
     assert sch.check() == []
     assert sch.verify(mesh={"tp": 2}, simulate=True).grade in ("equal", "rounding")
+
+
+def test_an_attribute_that_is_no_size_is_not_divided() -> None:
+    def forward(self: Base, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)) / self.heads**0.5)
+
+    sch = split(forward).auto_sync("tp")
+    assert sch.check() == []
+    sch.configure(heads=slapo.per_rank("tp"))
+    (fault,) = sch.check()
+    assert "where a rank would need the whole" in fault.message
