@@ -21,6 +21,7 @@ from slapo_py.layouts.placement import Shard
 from tests.mesh import saving
 from tests.mesh.conftest import Run
 from tests.mesh.saving import Sizes, content, loaded, loaded_elsewhere, trained_and_saved
+from tests.slow import slow_but
 
 TOLERANCE = 1e-9  # float64
 
@@ -73,8 +74,10 @@ def check_round_trips(name: str, saved_by: str, on_ranks: Run, folder: Path) -> 
     assert same(content(folder / "back"), content(folder / "alone"))
 
 
-@pytest.mark.parametrize("saved_by", ["tp 2 x dp 2, ddp", "tp 2 x dp 2, fsdp"])
-@pytest.mark.parametrize("name", ["tiny", "fused"])
+TRIPS = [(name, f"tp 2 x dp 2, {kind}") for name in ("tiny", "fused") for kind in ("ddp", "fsdp")]
+
+
+@pytest.mark.parametrize(("name", "saved_by"), slow_but([TRIPS[0], TRIPS[3]], TRIPS))
 def test_round_trips(name: str, saved_by: str, on_ranks: Run, tmp_path: Path) -> None:
     check_round_trips(name, saved_by, on_ranks, tmp_path)
 
