@@ -1,18 +1,19 @@
 """How a built module runs on the data-parallel ranks of a mesh: alone, under DDP, or under FSDP2."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from slapo_py.distributed.mesh import DATA, Mesh
-from slapo_py.errors import BuildError
+from slapo_py.errors import BuildError, EngineError, ScheduleError
 from slapo_py.tracing.values import map_tensors
 
 
@@ -23,6 +24,17 @@ class Alone:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    def check_ready(self) -> None:
+        """Before a step: raise `EngineError` where it would give other numbers than one process has."""
+        if self.size > 1:
+            _check_norms(self.module, self.size, "engine", EngineError)
+
+    def check_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """After the last backward of a step, before anything is updated: raise `EngineError` as well."""
+
+    def broken_off(self) -> None:
+        """A step has raised on its way."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in training."""
@@ -58,21 +70,79 @@ class FullySharded(Alone):
 
     def __init__(self, module: nn.Module, mesh: Mesh, precision: str) -> None:
         super().__init__(module)
-        self.size = mesh.size(DATA)
-        policy = MixedPrecisionPolicy()
-        if precision == "bf16":
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
+        self.size, self.mesh, self.broken = mesh.size(DATA), mesh, False
+        _check_spreadable(module)
+        inner = outer = MixedPrecisionPolicy()
+        if precision == "bf16":  # between the blocks everything is bfloat16; the loss is computed in float32
+            inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
         part = mesh.device_mesh[DATA]
         for block in _blocks(module):
             block.register_forward_hook(_without_views)
-            fully_shard(block, mesh=part, mp_policy=policy)
-        fully_shard(module, mesh=part, mp_policy=policy)
+            fully_shard(block, mesh=part, mp_policy=inner)
+        fully_shard(module, mesh=part, mp_policy=outer)
+
+    def check_ready(self) -> None:
+        super().check_ready()
+        if self.broken:
+            raise EngineError(
+                "engine: an earlier step has raised on its way, and FSDP2 keeps half of its gradients, so that the "
+                "next ones would be wrong. Build the engine again and load its last save."
+            )
+
+    def broken_off(self) -> None:
+        self.broken = True
 
     def backward(self, last: bool) -> AbstractContextManager[Any]:
         self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
         return nullcontext()
+
+    def check_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        # FSDP2 adds up what the ranks have, in order: it doesn't ask whether these are the same parameters.
+        names = [name for name, _ in named]
+        mine = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.mesh.group(DATA))
+        found = torch.stack(every)
+        if not found.any():
+            raise EngineError(
+                "engine: no parameter has got a gradient: FSDP2 finds the tensors of an output in tensors, tuples, "
+                'lists, dicts and dataclasses only. Return one of these, or write data_parallel="ddp".'
+            )
+        differ = (found != found[0]).any(0).nonzero().flatten().tolist()
+        if differ:
+            raise EngineError(
+                f'engine: {names[differ[0]]!r} has a gradient on some ranks of "{DATA}" only, and FSDP2 would add '
+                "those of different parameters. Let every rank use it (times 0, say), or write "
+                'data_parallel="ddp".'
+            )
+
+
+def _check_norms(module: nn.Module, ranks: int, what: str, error: type[ScheduleError]) -> None:
+    """Refuse a norm over the batch that trains, or will: a step puts a module that is in eval mode in training mode."""
+    for path, child in module.named_modules():
+        trains = child.training or not module.training
+        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and trains:
+            raise error(
+                f"{what} at {path!r}: {type(child).__name__} normalises over the batch, and each of the {ranks} ranks "
+                f'of "{DATA}" has a part of it, so the result would be another one. Replace it by SyncBatchNorm or '
+                f"GroupNorm, or put it alone in eval mode, and the model around it in training mode."
+            )
+
+
+def _check_spreadable(module: nn.Module) -> None:
+    """Refuse what FSDP2 can't spread, by name. Raises `BuildError`."""
+    for path, child in module.named_modules():
+        if getattr(child, "sparse", False) is True and isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            raise BuildError(
+                f'build at {path!r}: FSDP2 has no sparse gradients. Write sparse=False, or data_parallel="ddp".'
+            )
+    for path, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise BuildError(
+                f"build at {path!r}: FSDP2 can't spread a parameter without dims. Give it one, as in "
+                f'nn.Parameter(torch.ones(1)), or write data_parallel="ddp".'
+            )
 
 
 def _without_views(module: nn.Module, given: Any, out: Any) -> Any:
@@ -110,13 +180,7 @@ def data_parallel(module: nn.Module, mesh: Mesh | None, kind: str, precision: st
     """
     if mesh is None or mesh.size(DATA) == 1:
         return Alone(module)
-    for path, child in module.named_modules():
-        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and child.training:
-            raise BuildError(
-                f"build at {path!r}: {type(child).__name__} normalises over the batch, and each of the "
-                f'{mesh.size(DATA)} ranks of "{DATA}" has a part of it, so the result would be another one. '
-                f"Replace it by SyncBatchNorm or GroupNorm, or put it in eval mode before create_schedule."
-            )
+    _check_norms(module, mesh.size(DATA), "build", BuildError)
     if kind == "fsdp":
         return FullySharded(module, mesh, precision)
     return Replicated(module, mesh, every)

@@ -24,18 +24,18 @@ def summed(value: Tensor, mesh: Mesh | None, axis: str = DATA) -> Tensor:
     return total
 
 
-def agreed_count(prepare: Callable[[], int], batch: Any, mesh: Mesh, first: bool) -> int:
-    """What the ranks count of their batches, over the data-parallel ranks. prepare: counts this rank's own.
+def agreed_count(prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh, first: bool) -> tuple[int, int]:
+    """The count of all data-parallel ranks, and the least number of parts of one. prepare: both, of this rank's batch.
 
     Where one of them raises, all do. Ranks that differ on other axes only must have been given the same batch, which
     is looked at in the first step. Raises `EngineError`, or what `prepare` raises.
     """
-    count, error = 0, None
+    count, parts, error = 0, 0, None
     try:
-        count = prepare()
+        count, parts = prepare()
     except Exception as raised:
         error = raised
-    mine = torch.tensor([error is None, count, _checksum(batch) if first and error is None else 0])
+    mine = torch.tensor([error is None, count, parts, _checksum(batch) if first and error is None else 0])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     if not all(bool(one[0]) for one in every):
@@ -46,15 +46,16 @@ def agreed_count(prepare: Callable[[], int], batch: Any, mesh: Mesh, first: bool
         rank = next(rank for rank, one in enumerate(said) if one is not None)
         raise EngineError(f"engine: rank {rank} can't take its batch, so no rank does. It says: {said[rank]}")
     axes = list(mesh.sizes)
-    table = torch.stack(every).reshape(*mesh.sizes.values(), 3)
+    places = mesh.device_mesh.mesh.flatten().tolist()
+    table = torch.stack([every[rank] for rank in places]).reshape(*mesh.sizes.values(), 4)
     table = table.movedim(axes.index(DATA), 0) if DATA in axes else table[None]
-    table = table.reshape(table.shape[0], -1, 3)
+    table = table.reshape(table.shape[0], -1, 4)
     if not torch.equal(table, table[:, :1].expand_as(table)):
         raise EngineError(
             f'engine: ranks of one place on "{DATA}" were given different batches. Only "{DATA}" splits the data: let '
             f'each rank take the batch of its place there, mesh.get_local_rank("{DATA}") of {mesh.size(DATA)}.'
         )
-    return int(table[:, 0, 1].sum())
+    return int(table[:, 0, 1].sum()), int(table[:, 0, 2].min())
 
 
 def _checksum(batch: Any) -> int:
@@ -88,6 +89,8 @@ def norm_and_clip_on(named: Iterable[tuple[str, nn.Parameter]], facts: Facts, me
     """
     squares: dict[tuple[str, ...], list[Tensor]] = {}
     parts = []
+    named = list(named)
+    wide = torch.float64 if any(one.dtype == torch.float64 for _, one in named) else torch.float32
     for name, parameter in named:
         if parameter.grad is None:
             continue
@@ -96,16 +99,16 @@ def norm_and_clip_on(named: Iterable[tuple[str, nn.Parameter]], facts: Facts, me
         axes = [axis for axis in facts[name].placements if mesh.size(axis) > 1] if name in facts else []
         if isinstance(parameter.grad, DTensor):
             axes.append(DATA)
-        wide = part.detach().to(torch.promote_types(part.dtype, torch.float32))
-        squares.setdefault(tuple(sorted(axes)), []).append(wide.square().sum())
-    every = sorted({axis for axis in mesh.sizes if mesh.size(axis) > 1} | {DATA})
-    total = torch.zeros(())
-    for chosen in _subsets(every):
-        square = torch.stack(squares[chosen]).sum() if chosen in squares else torch.zeros(())
-        for axis in chosen:  # every rank comes here for every subset: a rank may have no such gradient
-            square = summed(square, mesh, axis)
-        total = total + square
-    norm = total.sqrt()
+        squares.setdefault(tuple(sorted(axes)), []).append(part.detach().to(wide).square().sum())
+    # one number for each set of axes, also where this rank has no such gradient: others may
+    chosen = _subsets(sorted(axis for axis in mesh.sizes if mesh.size(axis) > 1))
+    none = torch.zeros((), dtype=wide)
+    sums = torch.stack([torch.stack(squares[one]).sum() if one in squares else none for one in chosen])
+    for axis in mesh.sizes:
+        inside = torch.tensor([axis in one for one in chosen])
+        if inside.any():
+            sums = torch.where(inside, summed(sums, mesh, axis), sums)
+    norm = sums.sum().sqrt()
     if clip is not None:
         scale = torch.clamp(clip / (norm + 1e-6), max=1.0)
         for part in parts:
@@ -114,6 +117,7 @@ def norm_and_clip_on(named: Iterable[tuple[str, nn.Parameter]], facts: Facts, me
 
 
 def _subsets(axes: list[str]) -> list[tuple[str, ...]]:
+    """Every set of some axes, in alphabetical order."""
     found: list[tuple[str, ...]] = [()]
     for axis in axes:
         found += [(*one, axis) for one in found]

@@ -46,6 +46,7 @@ class TorchEngine(Engine):
         parts, count = self._prepared(batch)
         if not self.module.training:
             self.module.train()
+        self.replicas.check_ready()
         self.weights.drop_gradients()
         total = None
         try:
@@ -56,9 +57,11 @@ class TorchEngine(Engine):
                     self._backward(loss, count)
                 self.weights.collect()
                 total = loss.detach() if total is None else total + loss.detach()
+            self.replicas.check_gradients(self.weights.named)
             norm = self._norm()
         except BaseException:
             self.weights.drop_gradients()
+            self.replicas.broken_off()
             raise
         self.optimizer.step()
         self.weights.publish()
@@ -134,12 +137,20 @@ class TorchEngine(Engine):
         """The micro-batches, and the count of all data-parallel ranks: nothing has been sent if one refuses its own."""
         parts: list[Any] = []
 
-        def prepare() -> int:
+        def prepare() -> tuple[int, int]:
             parts[:] = batches.split(batch, self.training.micro_batches, at_most=at_most)
-            return self._counted(parts)
+            return self._counted(parts), len(parts)
 
-        count = prepare() if self.mesh is None else agreed_count(prepare, batch, self.mesh, self.step_count == 0)
-        return parts, count
+        if self.mesh is None:
+            count, least = prepare()
+        else:
+            count, least = agreed_count(prepare, batch, self.mesh, self.step_count == 0)
+        if count <= 0:
+            raise EngineError(
+                f"engine: count(batch) is {count} for this batch, and the loss is divided by it. "
+                "Leave out batches without a counted element."
+            )
+        return (parts if len(parts) == least else batches.split(batch, least)), count
 
     def _counted(self, parts: list[Any]) -> int:
         total = 0
@@ -153,11 +164,6 @@ class TorchEngine(Engine):
                     'For example: count=lambda batch: batch["labels"].numel().'
                 )
             total += count
-        if total <= 0:
-            raise EngineError(
-                f"engine: count(batch) is {total} for this batch, and the loss is divided by it. "
-                "Leave out batches without a counted element."
-            )
         return total
 
 
