@@ -100,7 +100,8 @@ class FullySharded(Alone):
     def check_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         # FSDP2 adds up what the ranks have, in order: it doesn't ask whether these are the same parameters.
         names = [name for name, _ in named]
-        mine = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.uint8)
+        found_here = [parameter.grad is not None for _, parameter in named]
+        mine = torch.tensor(found_here, dtype=torch.uint8, device=self.mesh.device_mesh.device_type)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine, group=self.mesh.group(DATA))
         found = torch.stack(every)

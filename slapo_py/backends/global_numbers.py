@@ -35,7 +35,8 @@ def agreed_count(prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh,
         count, parts = prepare()
     except Exception as raised:
         error = raised
-    mine = torch.tensor([error is None, count, parts, _checksum(batch) if first and error is None else 0])
+    digest = _checksum(batch) if first and error is None else 0
+    mine = torch.tensor([error is None, count, parts, digest], device=mesh.device_mesh.device_type)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     if not all(bool(one[0]) for one in every):
@@ -47,7 +48,7 @@ def agreed_count(prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh,
         raise EngineError(f"engine: rank {rank} can't take its batch, so no rank does. It says: {said[rank]}")
     axes = list(mesh.sizes)
     places = mesh.device_mesh.mesh.flatten().tolist()
-    table = torch.stack([every[rank] for rank in places]).reshape(*mesh.sizes.values(), 4)
+    table = torch.stack([every[rank] for rank in places]).cpu().reshape(*mesh.sizes.values(), 4)
     table = table.movedim(axes.index(DATA), 0) if DATA in axes else table[None]
     table = table.reshape(table.shape[0], -1, 4)
     if not torch.equal(table, table[:, :1].expand_as(table)):
@@ -91,6 +92,7 @@ def norm_and_clip_on(named: Iterable[tuple[str, nn.Parameter]], facts: Facts, me
     parts = []
     named = list(named)
     wide = torch.float64 if any(one.dtype == torch.float64 for _, one in named) else torch.float32
+    device = named[0][1].device if named else None
     for name, parameter in named:
         if parameter.grad is None:
             continue
@@ -102,10 +104,10 @@ def norm_and_clip_on(named: Iterable[tuple[str, nn.Parameter]], facts: Facts, me
         squares.setdefault(tuple(sorted(axes)), []).append(part.detach().to(wide).square().sum())
     # one number for each set of axes, also where this rank has no such gradient: others may
     chosen = _subsets(sorted(axis for axis in mesh.sizes if mesh.size(axis) > 1))
-    none = torch.zeros((), dtype=wide)
+    none = torch.zeros((), dtype=wide, device=device)
     sums = torch.stack([torch.stack(squares[one]).sum() if one in squares else none for one in chosen])
     for axis in mesh.sizes:
-        inside = torch.tensor([axis in one for one in chosen])
+        inside = torch.tensor([axis in one for one in chosen], device=device)
         if inside.any():
             sums = torch.where(inside, summed(sums, mesh, axis), sums)
     norm = sums.sum().sqrt()

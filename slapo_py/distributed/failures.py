@@ -153,7 +153,7 @@ class _Watch:
     def failed(self, error: BaseException) -> None:
         """Say that this rank fails, or, where another has brought it down, say who, and add it to the error."""
         first = next((line for line in str(error).splitlines() if line.strip()), "")
-        mine = Failure(self.rank, self.what, f"{type(error).__name__}: {first.strip()}")
+        mine = Failure(self.rank, self.what, f"{type(error).__name__}: {first.strip().rstrip('.')}")
         root = mine
         with contextlib.suppress(RuntimeError):  # the store may be what has gone
             if _lost(error):
