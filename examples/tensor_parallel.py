@@ -75,9 +75,8 @@ def main() -> None:
         if given.resume:
             engine.load(given.out)
         steps = range(engine.step_count, given.steps)
-        mine = world.rank // mesh["tp"]  # the ranks of one "tp" group take the same part of the batch
         for step in track(steps, description=f"training on {mesh}", disable=not world.first):
-            part = {key: one.chunk(given.dp)[mine] for key, one in batch_at(step).items()}
+            part = engine.part(batch_at(step))  # ranks of one "tp" group take the same rows
             value = float(engine.train_step(part))  # the mean over the whole batch, on every rank
             if world.first and (step % 10 == 0 or step + 1 == given.steps):
                 print(f"step {step}  loss {value:.6f}")

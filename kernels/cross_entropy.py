@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slapo_py.kernels.launch import as_rows, block_of, ceil_div, column_offset, jit, launch, row_offset, runs_triton, tl
 from slapo_py.kernels.op import fused_op
-from slapo_py.kernels.spec import Kernel, register_kernel
+from slapo_py.kernels.spec import Classes, Kernel, register_kernel
 from slapo_py.patterns import wild
 
 _WIDEST = 2**30  # a program goes over its row in blocks
@@ -325,6 +325,13 @@ def _example(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[Te
     return logits, torch.randint(width, (rows,), device=device)
 
 
+def _splits(
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+    z_loss: float = 0.0, *, weight: None = None,
+) -> bool:  # fmt: skip
+    return logits.dim() <= 2 and not label_smoothing and not z_loss
+
+
 register_kernel(
     Kernel(
         name="cross_entropy",
@@ -332,6 +339,9 @@ register_kernel(
         reference=reference,
         patterns=(_functional,),
         returns="as logits",
+        placement="***v, *** -> ***",
+        splits=_splits,
+        classes=Classes("v", slice_parts, slice_gradient),
         features=("ignored labels", "label smoothing", "z loss", "parts over a slice of the classes"),
         example=_example,
     )

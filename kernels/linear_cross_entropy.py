@@ -290,7 +290,7 @@ def _capped_float_flat(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor
     return _loss(logits.float().view(-1, wild("classes")), labels)
 
 
-def _wide(
+def linear_cross_entropy_float32(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, classes: int = -1, **options: Any
 ) -> Tensor:
     """For the forms with .float()."""
@@ -301,9 +301,11 @@ def _wide(
     return linear_cross_entropy(hidden, weight, labels, bias, **options)
 
 
-def _narrow(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+def linear_cross_entropy_as_logits(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """For the forms without: the loss has the dtype of the logits, which autocast made float32."""
-    loss = _wide(hidden, weight, labels, bias, **options)
+    loss = linear_cross_entropy_float32(hidden, weight, labels, bias, **options)
     return loss if torch.is_autocast_enabled(hidden.device.type) else loss.to(hidden.dtype)
 
 
@@ -313,9 +315,9 @@ register_kernel(
         op=linear_cross_entropy,
         reference=reference,
         patterns=(
-            *(Form(one, op=_narrow) for one in (_plain, _plain_bias, _sized, _flat, _flat_bias)),
-            *(Form(one, op=_wide) for one in (_float, _float_flat, _float_flat_bias)),
-            *(Form(one, op=_wide) for one in (_contiguous_float_flat, _capped_float_flat)),
+            *(Form(one, op=linear_cross_entropy_as_logits) for one in (_plain, _plain_bias, _sized, _flat, _flat_bias)),
+            *(Form(one, op=linear_cross_entropy_float32) for one in (_float, _float_flat, _float_flat_bias)),
+            *(Form(one, op=linear_cross_entropy_float32) for one in (_contiguous_float_flat, _capped_float_flat)),
         ),
         returns="float32",
         features=("bias", "soft cap", "ignored labels", "label smoothing", "z loss"),

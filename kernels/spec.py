@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slapo_py.errors import NoMatchError, RegistryError
+from slapo_py.layouts.lines import Classes as Classes
 from slapo_py.layouts.lines import give_line, take_line
 
 Function = Callable[..., Any]
@@ -47,6 +48,7 @@ class Kernel:
         layer_norm: `...H, H, H -> ...H`.
     splits: `splits(*arguments) -> bool`: whether that line is right for these arguments; None: for all. Where it isn't,
         only whole values are taken.
+    classes: of a loss over classes, how these may be split, though it needs all of them: one exchange inside.
     features: what it can do beyond the plain formula, in words: "dropout", "tanh form", "boolean mask".
     example: `example(rows, width, dtype, device) -> arguments`: the op's arguments by position, of about rows x width
         elements (rows may be 0), tensors that are learned requiring gradients; for benchmarks, ahead-of-time
@@ -62,6 +64,7 @@ class Kernel:
     returns: str = "as the reference"
     placement: str = ""
     splits: Function | None = None
+    classes: Classes | None = None
     features: tuple[str, ...] = ()
     example: Callable[[int, int, torch.dtype, str], tuple[Any, ...]] | None = None
 
@@ -95,17 +98,26 @@ def register_kernel(kernel: Kernel) -> Kernel:
             f'slapo_py.kernels.unregister_kernel("{kernel.name}").'
         )
     _TABLE[kernel.name] = kernel
-    for form in (Form(kernel.op, kernel.op, placement=kernel.placement), *kernel.forms):
-        give_line(form.op or kernel.op, form.placement or "", kernel.splits)
+    _give_lines(kernel)
     return kernel
 
 
+def _give_lines(kernel: Kernel) -> None:
+    for form in (Form(kernel.op, kernel.op, placement=kernel.placement), *kernel.forms):
+        give_line(form.op or kernel.op, form.placement or "", kernel.splits, kernel.classes)
+
+
 def unregister_kernel(name: str) -> None:
-    """Take a kernel away again. Raises `NoMatchError` if there is none of this name."""
+    """Take a kernel away again; an op that another kernel has, too, keeps the line of that one.
+
+    Raises `NoMatchError` if there is none of this name.
+    """
     kernel = find_kernel(name)
     for op in (kernel.op, *(form.op for form in kernel.forms)):
         take_line(op or kernel.op)
     del _TABLE[name]
+    for other in _TABLE.values():
+        _give_lines(other)
 
 
 def find_kernel(name: str) -> Kernel:

@@ -46,9 +46,12 @@ class Configure(Primitive):
                 )
 
     def apply(self, place: Schedule, **attributes: Any) -> None:
-        module = place.module
+        module, divided = place.module, place.root.divided.setdefault(place.path, {})
         for name, value in attributes.items():
-            if not isinstance(value, PerRank):
+            divided.pop(name, None)
+            if isinstance(value, PerRank):
+                divided[name] = value.axis
+            else:
                 setattr(module, name, value)
         if place.root.has_tracer:
             place.root.tracer.refresh(place.path)

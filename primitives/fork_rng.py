@@ -14,8 +14,14 @@ class ForkRng(Primitive):
     """Let random operations at and below this module draw differently on each rank of a mesh axis.
 
     Before: ranks of the axis draw alike, as fits what each of them holds whole; after: each draws its own, as fits what
-    is split over them (dropout between a split Linear and the next one). What is drawn outside stays alike on them. It
-    is recorded as a layer of the module (`slapo_py.distributed.forks.forks_of`), and takes effect in `build`.
+    is split over them (dropout between a split Linear and the next one). What is drawn outside, and in eval mode, stays
+    alike on them. `torch.compile` breaks its graph here in training: compile what is inside, not around it. It is
+    recorded as a layer of the module (`slapo_py.distributed.forks.forks_of`), and takes effect in `build`.
+
+    `auto_sync` adds it where all that a module draws is for values that are split over the axis. `check` has a fault
+    where a value in it is whole: the ranks would go apart. Where one module draws for both, as the attention of GPT-2
+    does for its heads and for its result, no place is right: the ranks then drop alike, copies in the parts of what is
+    split. Make what draws for the whole value a module beside it.
 
     Requires: a module with a forward; nothing above, here or below whose random operations differ over this axis
     already. Raises `ArgumentError`, `StepError`.

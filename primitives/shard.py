@@ -9,6 +9,7 @@ from torch import nn
 
 from slapo_py.errors import ArgumentError, ShardError
 from slapo_py.layouts.placement import Shard
+from slapo_py.layouts.steps import or_change, parameter_steps
 from slapo_py.layouts.syncs import placements_of, tag
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
@@ -74,9 +75,10 @@ def _split(
         shard = _placement(f"{where}: {name!r}", place, name, here[name], dim, parts)
         known = place.root.first_name(here[name])
         if known in held:
+            steps = parameter_steps(place.root, "shard", {known}, axis)
             raise ShardError(
-                f'{where}: {name!r} ({known!r}) is {held[known]} on "{axis}" already. Leave this step out, or take the '
-                f"other back with sch.undo(); sch.blame() lists the steps."
+                f'{where}: {name!r} ({known!r}) is {held[known]} on "{axis}" already. Leave this step out'
+                f"{or_change(place.root, steps[0][0] if steps else None)}"
             )
         found[known] = shard
     return found

@@ -2,6 +2,7 @@
 
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.layouts.rows import BATCH
+from slapo_py.layouts.steps import or_change, sync_step
 from slapo_py.layouts.syncs import AUTO, COLLECTIVES, Sync
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register
@@ -52,9 +53,10 @@ class SyncBorder(Primitive):
         if not isinstance(axis, str) or not axis.isidentifier():
             raise ArgumentError(f'{where}: axis must be the name of a mesh axis, as "tp", found {axis!r}.')
         if _key(at, index, axis) in place.root.syncs.get(place.path, {}):
+            step = sync_step(place.root, place.path, at, index, axis)
             raise StepError(
-                f'{where}: {at} {index} has a sync on "{axis}" already. Take that step back, or give both collectives '
-                f"in one: sync({at!r}, value, grad=...)."
+                f'{where}: {at} {index} has a sync on "{axis}" already; one sync has both collectives, '
+                f"sync({at!r}, value, grad=...). Leave this step out{or_change(place.root, step)}"
             )
 
     def apply(

@@ -36,6 +36,8 @@ class Root:
         """Tags of parameters, by the parameter's first name: `{"wte.weight": {"lr": 0.1}}`."""
         self.syncs: dict[str, dict[str, Sync]] = {}
         """Collectives at the borders of modules, by path and by where they stand."""
+        self.divided: dict[str, dict[str, str]] = {}
+        """The attributes that `build` divides over a mesh axis: path -> name -> axis."""
         self._removed: dict[str, Step] = {}
         self._names: dict[int, str] | None = None
         self._parameters: dict[int, tuple[nn.Parameter, str]] | None = None
@@ -142,7 +144,7 @@ class Root:
         """All or nothing for changes at and below a path: whatever is raised, everything is as before."""
         place = self.module(path)
         above = [self.module(path[:end]) for end in _dots(path)] if path else []
-        shared = (self.annotations, self.syncs, self._removed)
+        shared = (self.annotations, self.syncs, self.divided, self._removed)
         snapshot = Snapshot(place.modules(), above, *shared)
         history, copy = self.history, self.copy
         try:
@@ -180,10 +182,10 @@ class Root:
     @contextmanager
     def rebuilt(self) -> Iterator[None]:
         """A fresh clone of the original with an empty history; the old copy comes back if the body raises."""
-        held = (self.copy, self.history, self.annotations, self.syncs, self._removed, self._names)
+        held = (self.copy, self.history, self.annotations, self.syncs, self.divided, self._removed, self._names)
         training = {name: one.training for name, one in self.copy.named_modules(remove_duplicate=False)}
         self.copy, self.history = clone(self.original), History()
-        self.annotations, self.syncs, self._removed, self._names = {}, {}, {}, None
+        self.annotations, self.syncs, self.divided, self._removed, self._names = {}, {}, {}, {}, None
         self._parameters = None
         if not all(step.primitive in TABLE and TABLE[step.primitive].structural for step in held[1]):
             self._forget()
@@ -192,7 +194,7 @@ class Root:
             for name, one in self.copy.named_modules(remove_duplicate=False):
                 one.training = training.get(name, one.training)
         except BaseException:
-            self.copy, self.history, self.annotations, self.syncs, self._removed, self._names = held
+            self.copy, self.history, self.annotations, self.syncs, self.divided, self._removed, self._names = held
             self._parameters = None
             self._forget()
             raise

@@ -249,6 +249,9 @@ class Schedule:
     def auto_sync(self, axis: str = "tp", pins: "Mapping[str, Placement] | None" = None, ranks: int = 2) -> "Schedule":
         """Insert every missing sync, summed gradient and divided attribute at and below this place, as ordinary steps.
 
+        And `fork_rng` at modules that draw random numbers for split values alone; where one draws for whole ones, too,
+        its ranks go on drawing alike.
+
         pins: placements of what enters modules, by path from here: sequence parallelism is one pin,
         `{"model.layers.0": slapo.Shard(1)}`. All or nothing. Raises `PlacementError` where a conversion or a literal
         size has no place, `ShardError` for heads that do not divide, `ArgumentError`, `TraceError`, `NoExampleInputs`.

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from slapo_py.distributed.mesh import Mesh
-from slapo_py.errors import BuildError
+from slapo_py.backends import batches
+from slapo_py.distributed.mesh import DATA, Mesh
+from slapo_py.errors import BuildError, EngineError
 from slapo_py.tracing import missed_guards, misses
 
 
@@ -118,6 +119,22 @@ class Engine(abc.ABC):
     def missed_guards(self) -> dict[str, Counter[str]]:
         """Why they missed: by path, the guards that failed first, and how often."""
         return missed_guards(self.module)
+
+    def part(self, batch: Any) -> Any:
+        """This rank's rows of a batch that all ranks know: those of its place on "dp"; in one process all of them.
+
+        Cut along dim 0 as for micro-batches. Raises: EngineError for fewer rows than places.
+        """
+        if self.mesh is None:
+            return batch
+        size = self.mesh.size(DATA)
+        parts = batches.split(batch, size, at_most=True)
+        if len(parts) < size:
+            raise EngineError(
+                f'engine: the batch has {len(parts)} row{"s" if len(parts) != 1 else ""} for {size} ranks of "{DATA}": '
+                f"each takes one at least. Give larger batches."
+            )
+        return parts[self.mesh.coordinate(DATA)]
 
     @abc.abstractmethod
     def train_step(self, batch: Any) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """How a built module runs on the data-parallel ranks of a mesh: alone, under DDP, or under FSDP2."""
 
 import inspect
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class Alone:
         """Around forward and backward of one micro-batch: gradients are exchanged with the last."""
         return nullcontext()
 
+    def evaluation(self) -> AbstractContextManager[Any]:
+        """Around the forwards of an evaluation. Raises `EngineError` at its end where they were wrong."""
+        return nullcontext()
+
 
 class Replicated(Alone):
     """DDP: each rank has the module, and gradients are summed over the ranks."""
@@ -77,7 +82,10 @@ class FullySharded(Alone):
             inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             outer = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
         part = mesh.device_mesh[DATA]
-        for block in _blocks(module):
+        self._order: list[int] = []  # of the blocks that have run in this step, again and again
+        self._noting = False
+        for index, block in enumerate(_blocks(module)):
+            block.register_forward_pre_hook(self._notes(index))
             block.register_forward_hook(_without_views)
             fully_shard(block, mesh=part, mp_policy=inner)
         fully_shard(module, mesh=part, mp_policy=outer)
@@ -89,9 +97,55 @@ class FullySharded(Alone):
                 "engine: an earlier step has raised on its way, and FSDP2 keeps half of its gradients, so that the "
                 "next ones would be wrong. Build the engine again and load its last save."
             )
+        self._order.clear()
 
     def broken_off(self) -> None:
         self.broken = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._noted():
+            return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Within, the order of the blocks is noted: not in backward, where checkpoints run them again."""
+        self._noting = True
+        try:
+            yield
+        finally:
+            self._noting = False
+
+    def _notes(self, index: int) -> Callable[[nn.Module, Any], None]:
+        def note(block: nn.Module, given: Any) -> None:
+            if self._noting:
+                self._order.append(index)
+
+        return note
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self._order.clear()
+        with self._noted():
+            yield
+        self._check_order([])
+
+    def _check_order(self, more: list[bool]) -> torch.Tensor:
+        """Raise `EngineError` where ranks ran other blocks: FSDP2 gathers what they ask for, in order, unseen.
+
+        Returns `more` of each rank, as rows.
+        """
+        order = zlib.crc32(repr(self._order).encode())
+        mine = torch.tensor([order, *more], dtype=torch.int64, device=self.mesh.device_mesh.device_type)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(every, mine, group=self.mesh.group(DATA))
+        found = torch.stack(every)
+        if (found[:, 0] != found[0, 0]).any():
+            raise EngineError(
+                f'engine: the ranks of "{DATA}" have run the blocks in different orders, and FSDP2 would have '
+                "exchanged the parts of different blocks. Let every rank run the same blocks in the same order, or "
+                'write data_parallel="ddp".'
+            )
+        return found[:, 1:]
 
     def backward(self, last: bool) -> AbstractContextManager[Any]:
         self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
@@ -101,10 +155,7 @@ class FullySharded(Alone):
         # FSDP2 adds up what the ranks have, in order: it doesn't ask whether these are the same parameters.
         names = [name for name, _ in named]
         found_here = [parameter.grad is not None for _, parameter in named]
-        mine = torch.tensor(found_here, dtype=torch.uint8, device=self.mesh.device_mesh.device_type)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self.mesh.group(DATA))
-        found = torch.stack(every)
+        found = self._check_order(found_here)
         if not found.any():
             raise EngineError(
                 "engine: no parameter has got a gradient: FSDP2 finds the tensors of an output in tensors, tuples, "

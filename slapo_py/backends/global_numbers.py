@@ -1,7 +1,9 @@
 """Numbers over all ranks of a mesh: counts, losses and the norm of the gradient, each element counted once."""
 
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from slapo_py.build.facts import Facts
 from slapo_py.distributed import raw
 from slapo_py.distributed.mesh import DATA, Mesh
+from slapo_py.distributed.rng import checksum
 from slapo_py.errors import EngineError
 
 
@@ -24,11 +27,27 @@ def summed(value: Tensor, mesh: Mesh | None, axis: str = DATA) -> Tensor:
     return total
 
 
-def agreed_count(prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh, first: bool) -> tuple[int, int]:
-    """The count of all data-parallel ranks, and the least number of parts of one. prepare: both, of this rank's batch.
+@dataclass(frozen=True)
+class Agreed:
+    """What every rank knows of a step before it.
 
-    Where one of them raises, all do. Ranks that differ on other axes only must have been given the same batch, which
-    is looked at in the first step. Raises `EngineError`, or what `prepare` raises.
+    count: of all data-parallel ranks. parts: the least number of micro-batches of one. apart: ranks that should draw
+    alike and would not, the first one and those with another random state; empty where all is well.
+    """
+
+    count: int
+    parts: int
+    apart: Sequence[int] = ()
+
+
+def agreed(
+    prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh, first: bool, logical_masks: bool = False
+) -> Agreed:
+    """What all ranks have, of what `prepare` says of this rank's batch: its count and its number of parts.
+
+    Where one of them raises, all do. Ranks that differ on other axes than "dp" must have been given the same batch,
+    which is looked at in the first step. logical_masks: all ranks should draw alike, and not only these. Raises
+    `EngineError`, or what `prepare` raises.
     """
     count, parts, error = 0, 0, None
     try:
@@ -36,7 +55,7 @@ def agreed_count(prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh,
     except Exception as raised:
         error = raised
     digest = _checksum(batch) if first and error is None else 0
-    mine = torch.tensor([error is None, count, parts, digest], device=mesh.device_mesh.device_type)
+    mine = torch.tensor([error is None, count, parts, digest, checksum()], device=mesh.device_mesh.device_type)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
     if not all(bool(one[0]) for one in every):
@@ -46,17 +65,54 @@ def agreed_count(prepare: Callable[[], tuple[int, int]], batch: Any, mesh: Mesh,
             raise error
         rank = next(rank for rank, one in enumerate(said) if one is not None)
         raise EngineError(f"engine: rank {rank} can't take its batch, so no rank does. It says: {said[rank]}")
-    axes = list(mesh.sizes)
-    places = mesh.device_mesh.mesh.flatten().tolist()
-    table = torch.stack([every[rank] for rank in places]).cpu().reshape(*mesh.sizes.values(), 4)
-    table = table.movedim(axes.index(DATA), 0) if DATA in axes else table[None]
-    table = table.reshape(table.shape[0], -1, 4)
+    table, ranks = _by_place(torch.stack(every).cpu(), mesh), _by_place(torch.arange(len(every)), mesh)
+    together = (1, -1) if logical_masks else (len(table), -1)
+    apart = _apart(table[..., 4].reshape(together).tolist(), ranks.reshape(together).tolist())
+    table = table[..., :4]
     if not torch.equal(table, table[:, :1].expand_as(table)):
         raise EngineError(
-            f'engine: ranks of one place on "{DATA}" were given different batches. Only "{DATA}" splits the data: let '
-            f'each rank take the batch of its place there, mesh.get_local_rank("{DATA}") of {mesh.size(DATA)}.'
+            f'engine: ranks of one place on "{DATA}" were given different batches. Only "{DATA}" splits the data: give '
+            f"each rank engine.part(batch) of a batch that all ranks know, or the rows of its place there, "
+            f'engine.mesh.coordinate("{DATA}") of {mesh.size(DATA)}.'
         )
-    return int(table[:, 0, 1].sum()), int(table[:, 0, 2].min())
+    return Agreed(int(table[:, 0, 1].sum()), int(table[:, 0, 2].min()), apart)
+
+
+def _by_place(values: Tensor, mesh: Mesh) -> Tensor:
+    """What the ranks have, as rows of those that are at one place on "dp"."""
+    places, axes = mesh.device_mesh.mesh, list(mesh.sizes)
+    places = places.movedim(axes.index(DATA), 0) if DATA in axes else places[None]
+    return values[places.reshape(len(places), -1)]
+
+
+def _apart(states: list[list[int]], ranks: list[list[int]]) -> list[int]:
+    """In the first row whose states are not all the same, the first rank and those with another state than it."""
+    for row, numbers in zip(states, ranks):
+        others = [rank for rank, state in zip(numbers, row) if state != row[0]]
+        if others:
+            return [numbers[0], *others]
+    return []
+
+
+@contextmanager
+def drawn_alike(apart: Sequence[int], logical_masks: bool = False) -> Iterator[None]:
+    """Within, nothing is drawn where ranks are apart. Raises `EngineError`, on all of them."""
+    before = checksum() if apart else 0
+    yield
+    if not apart or checksum() == before:
+        return
+    first, *others = apart
+    said = f"ranks {', '.join(map(str, others))} have" if len(others) > 1 else f"rank {others[0]} has"
+    why = (
+        "with logical_masks=True every rank draws the masks of whole tensors"
+        if logical_masks
+        else f'ranks of one place on "{DATA}" hold the same, and would drop other elements of it'
+    )
+    raise EngineError(
+        f"engine: the model draws random numbers, and {said} another random state than rank {first}: {why}. Call "
+        f"torch.manual_seed(...) with the same number on all of them, after data loading is set up, and draw alike on "
+        f"them from there on: nothing on one rank alone. Give a data loader that draws a torch.Generator of its own."
+    )
 
 
 def _checksum(batch: Any) -> int:

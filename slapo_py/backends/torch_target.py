@@ -11,7 +11,9 @@ from torch import nn
 from slapo_py.backends import batches, state
 from slapo_py.backends.base import Engine, Training
 from slapo_py.backends.data_parallel import data_parallel
-from slapo_py.backends.global_numbers import agreed_count, norm_and_clip_on, sum_partial, summed
+from slapo_py.backends.elementwise import check_elementwise
+from slapo_py.backends.global_numbers import Agreed, agreed, drawn_alike, norm_and_clip_on, sum_partial, summed
+from slapo_py.backends.means import check_sum
 from slapo_py.backends.optim import make_optimizer, make_scheduler, norm_and_clip
 from slapo_py.backends.precision import MasterWeights, Weights
 from slapo_py.build.facts import facts_of
@@ -39,11 +41,27 @@ class TorchEngine(Engine):
         self.replicas = data_parallel(module, mesh, training.data_parallel, training.precision, every=masters)
         self.weights.renew()
         self.optimizer = make_optimizer(training.optimizer, self.weights.named)
+        check_elementwise(self.optimizer, self._split(spread))
         self.scheduler = make_scheduler(training.scheduler, self.optimizer)
+
+    def _split(self, spread: bool) -> dict[str, tuple[nn.Parameter, set[int]]]:
+        """The parameters that this rank has a part of, by name, each with the dims that are cut.
+
+        spread: whether FSDP2 has cut all of them along dim 0.
+        """
+        found = {}
+        for name, parameter in self.weights.named:
+            placements = self.facts[name].placements if self.mesh is not None and name in self.facts else {}
+            dims = {one.dim for axis, one in placements.items() if self.mesh is not None and self.mesh.size(axis) > 1}
+            dims |= {0} if spread else set()
+            if dims:
+                found[name] = (parameter, dims)
+        return found
 
     @fails_together
     def train_step(self, batch: Any) -> torch.Tensor:
-        parts, count = self._prepared(batch)
+        parts, known = self._prepared(batch)
+        count = known.count
         if not self.module.training:
             self.module.train()
         self.replicas.check_ready()
@@ -52,8 +70,10 @@ class TorchEngine(Engine):
         try:
             for index, part in enumerate(parts):
                 with self.replicas.backward(last=index == len(parts) - 1):
-                    with self._apart():
+                    with self._apart(), drawn_alike(known.apart, self.training.logical_masks):
                         loss = self._loss(part, self.replicas)
+                    if self.step_count == 0:
+                        check_sum(loss, count, len(parts) * self.replicas.size)
                     self._backward(loss, count)
                 self.weights.collect()
                 total = loss.detach() if total is None else total + loss.detach()
@@ -96,10 +116,10 @@ class TorchEngine(Engine):
     @fails_together
     @torch.no_grad()
     def eval_step(self, batch: Any) -> torch.Tensor:
-        parts, count = self._prepared(batch, at_most=True)
-        with _eval_mode(self.module):
+        parts, known = self._prepared(batch, at_most=True)
+        with _eval_mode(self.module), self.replicas.evaluation():
             losses = [self._loss(part, self.module).detach() for part in parts]
-        return summed(sum(losses[1:], losses[0]), self.mesh) / count
+        return summed(sum(losses[1:], losses[0]), self.mesh) / known.count
 
     @fails_together
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
@@ -133,8 +153,8 @@ class TorchEngine(Engine):
         # a sum in half precision has 8 bits: no more than the terms are lost to it, but the quotient is exact enough
         return loss.reshape(()).float() if loss.dtype in (torch.bfloat16, torch.float16) else loss.reshape(())
 
-    def _prepared(self, batch: Any, at_most: bool = False) -> tuple[list[Any], int]:
-        """The micro-batches, and the count of all data-parallel ranks: nothing has been sent if one refuses its own."""
+    def _prepared(self, batch: Any, at_most: bool = False) -> tuple[list[Any], Agreed]:
+        """The micro-batches, and what all ranks know: nothing has been sent if one refuses its own."""
         parts: list[Any] = []
 
         def prepare() -> tuple[int, int]:
@@ -142,15 +162,15 @@ class TorchEngine(Engine):
             return self._counted(parts), len(parts)
 
         if self.mesh is None:
-            count, least = prepare()
+            known = Agreed(*prepare())
         else:
-            count, least = agreed_count(prepare, batch, self.mesh, self.step_count == 0)
-        if count <= 0:
+            known = agreed(prepare, batch, self.mesh, self.step_count == 0, self.training.logical_masks)
+        if known.count <= 0:
             raise EngineError(
-                f"engine: count(batch) is {count} for this batch, and the loss is divided by it. "
+                f"engine: count(batch) is {known.count} for this batch, and the loss is divided by it. "
                 "Leave out batches without a counted element."
             )
-        return (parts if len(parts) == least else batches.split(batch, least)), count
+        return (parts if len(parts) == known.parts else batches.split(batch, known.parts)), known
 
     def _counted(self, parts: list[Any]) -> int:
         total = 0

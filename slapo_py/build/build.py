@@ -1,9 +1,10 @@
 """`build`: a schedule becomes a plain module with its own storage, or an engine of a target."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_py.build.conserve import check_conserved
@@ -16,8 +17,9 @@ from slapo_py.build.spread import check_spread
 from slapo_py.build.summed import sum_gradients
 from slapo_py.build.without_cache import scheduled_without_cache, turn_off_cache
 from slapo_py.distributed.failures import fails_together
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
+from slapo_py.layouts.axes import used_axes
 
 if TYPE_CHECKING:
     from slapo_py.backends.base import Engine
@@ -109,7 +111,13 @@ def build(
       tuple by position
     - mesh: sizes by axis, `{"dp": 2, "tp": 2}`, outer axis first, or torch's DeviceMesh with names; every rank calls
       build, and gets its own part. Attributes such as `out_features` keep the sizes of the whole, but for those that
-      were configured `slapo.per_rank(axis)`. Only "dp" splits the data: a rank is given its own part of the batch
+      were configured `slapo.per_rank(axis)`. Only "dp" splits the data: a rank is given its own part of the batch.
+      Gradients are averaged over "dp" by an engine only: around a module that is built without a target, put DDP.
+      Ranks of one place on "dp" draw alike, but inside of `fork_rng`, if they have the same random state: call the same
+      `torch.manual_seed(...)` on them, after data loading is set up, and draw nothing on one of them alone; ranks of
+      other places take another seed. An engine sees to the latter, and refuses a step for which the states of a place
+      differ. A module without a target can't know: its replicas would drop differently, and go apart in silence.
+      `{}` is for a process that is by itself, though there are others
     - data_parallel: what "dp" does with parameters: "ddp" keeps them whole on every rank, "fsdp" (FSDP2) spreads them
     - logical_masks: the ranks together drop what one process drops: each draws the mask of the whole tensor and takes
       its part. For comparing runs on different meshes, not for training: it costs the whole mask on every rank
@@ -131,7 +139,7 @@ def build(
             f"build at {path!r}: build takes the whole schedule, not one place of it. "
             "Write slapo.build(sch), with the sch that create_schedule returned."
         )
-    mesh = None if mesh is None else Mesh.of(mesh)
+    mesh = _mesh_of(mesh, target, sch)
     options = {
         "optimizer": optimizer,
         "loss": loss,
@@ -173,6 +181,21 @@ def build(
         logical_masks=logical_masks,
     )
     return engine(_build_module(sch, donate, mesh, logical_masks, init, checkpoint), training, mesh)
+
+
+def _mesh_of(mesh: Any, target: str | None, sch: Any) -> Mesh | None:
+    """The mesh; None for a process that is by itself."""
+    if mesh is not None:
+        return None if isinstance(mesh, Mapping) and not mesh else Mesh.of(mesh)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    used = used_axes(sch.root)
+    if ranks > 1 and (used or target is not None):
+        sizes = {used[0]: ranks} if used else {DATA: ranks}
+        raise BuildError(
+            f"build: the world has {ranks} ranks, and without mesh= each would have a whole model of its own. Write "
+            f"mesh={sizes}, or mesh={{}} where that is meant."
+        )
+    return None
 
 
 def _check_whole(sch: Any) -> str:

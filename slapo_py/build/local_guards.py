@@ -14,7 +14,7 @@ from slapo_py.scheduled import bare
 from slapo_py.tracing.trace import Trace
 from slapo_py.tracing.values import map_tensors
 
-_SIZE = re.compile(r"(.+)\.shape\[(\d+)\] == (\d+)")
+_SIZE = re.compile(r"(\S+)\.shape\[(\d+)\] == (\d+)")
 _CONSTANT = re.compile(r"\w+ == \d+")
 
 

@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from slapo_py.distributed.collectives import Ranks
-from slapo_py.distributed.cross_entropy import cross_entropy
+from slapo_py.distributed.cross_entropy import PLAIN, Slice, cross_entropy
 from slapo_py.distributed.embedding import embedding
+from slapo_py.layouts.lines import classes_of
+from slapo_py.layouts.local import Names, loss_arguments, loss_names
 from slapo_py.layouts.nodes import shape_of, slots_of
 
 
@@ -25,13 +27,17 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Loss:
-    """`F.cross_entropy` over this rank's part of `classes` classes."""
+    """`F.cross_entropy` over this rank's part of `classes` classes, or a kernel that is one, called by its `names`."""
 
     classes: int
     ranks: Ranks
+    names: Names
+    by: Slice
 
-    def __call__(self, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return cross_entropy(input, target, *args, **kwargs, classes=self.classes, ranks=self.ranks)
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = loss_arguments(self.names, args, kwargs)
+        logits, labels = given.pop("input"), given.pop("target")
+        return cross_entropy(logits, labels, **given, classes=self.classes, ranks=self.ranks, by=self.by)
 
 
 def _lookup(node: fx.Node, ranks: Ranks) -> Lookup:
@@ -40,7 +46,10 @@ def _lookup(node: fx.Node, ranks: Ranks) -> Lookup:
 
 
 def _loss(node: fx.Node, ranks: Ranks) -> Loss:
-    return Loss(shape_of(slots_of(node)[0])[-1], ranks)
+    fused: Any = node.target
+    own = classes_of(fused)
+    by = PLAIN if own is None else Slice(own.parts, own.gradient)
+    return Loss(shape_of(slots_of(node)[0])[-1], ranks, loss_names(fused), by)
 
 
 REPLACEMENTS: dict[str, Callable[[fx.Node, Ranks], Callable[..., Tensor]]] = {

@@ -1,13 +1,14 @@
 """A schedule on a mesh: the module of this rank, with its parts of the parameters and its collectives."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import fx, nn
 
 from slapo_py.build.borders import InputSync, Move, OutputSync
 from slapo_py.build.facts import Facts
+from slapo_py.build.fast_path import without_fast_path
 from slapo_py.build.inlined import put_into_graphs
 from slapo_py.build.randomness import mask_by_index
 from slapo_py.build.rank_graph import changes_for, parents, rewrite
@@ -15,9 +16,10 @@ from slapo_py.build.rows import RowsNoted, paths_noting
 from slapo_py.build.slicing import facts_for
 from slapo_py.build.unchecked import Written, is_checked, without_what_is_missing
 from slapo_py.build.without_cache import fresh_without_cache
-from slapo_py.distributed.forks import fork
-from slapo_py.distributed.mesh import Mesh
+from slapo_py.distributed.forks import fork, forks_of
+from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError, PlacementError
+from slapo_py.layouts.axes import used_axes
 from slapo_py.layouts.borders import ENTER
 from slapo_py.layouts.buffers import split_buffers
 from slapo_py.layouts.check import checked
@@ -39,6 +41,7 @@ def scheduled_on(sch: Any, mesh: Mesh, logical_masks: bool = False) -> tuple[nn.
     """
     place = fresh_without_cache(sch)
     axes = tuple(axis for axis in mesh.sizes if mesh.size(axis) > 1)
+    _refuse_idle(place.root, axes, mesh)
     used = [axis for axis in axes if uses(place.root, axis)]
     recording = record(place) if used or logical_masks else None
     typed = {axis: _typed(place, recording, axis, mesh.size(axis)) for axis in used if recording is not None}
@@ -61,6 +64,8 @@ def scheduled_on(sch: Any, mesh: Mesh, logical_masks: bool = False) -> tuple[nn.
         if (path, side) not in inside:
             layer = InputSync if side == ENTER else OutputSync
             dress(place.root.module(path), layer(tuple(found)))
+    if typed:
+        without_fast_path(place.root.copy)
     _divide(place.root, mesh)
     if logical_masks and recording is not None:
         mask_by_index(place, recording.graph, typed, mesh)
@@ -69,10 +74,24 @@ def scheduled_on(sch: Any, mesh: Mesh, logical_masks: bool = False) -> tuple[nn.
     return place.root.copy, facts
 
 
+def _refuse_idle(root: Any, axes: Iterable[str], mesh: Mesh) -> None:
+    """Refuse an axis over which nothing is split: its ranks would all do the same."""
+    used = used_axes(root)
+    for axis in axes:
+        if axis not in used and axis != DATA:
+            others = " and ".join(f'"{one}"' for one in used) or "none"
+            raise BuildError(
+                f'build: no step of the schedule uses the axis "{axis}" of mesh={mesh.sizes}, so that its '
+                f'{mesh.size(axis)} ranks would all do the same. Only "{DATA}" splits the batch. Axes that steps use: '
+                f"{others}."
+            )
+
+
 def uses(root: Any, axis: str) -> bool:
     """Whether a schedule says anything of a mesh axis."""
     split = any(f"placement on {axis}" in tags for tags in root.annotations.values())
-    return split or any(one.axis == axis for syncs in root.syncs.values() for one in syncs.values())
+    synced = any(one.axis == axis for syncs in root.syncs.values() for one in syncs.values())
+    return split or synced or any(axis in axes for axes in forks_of(root.copy).values())
 
 
 def _typed(place: Any, recording: Recording, axis: str, ranks: int) -> Typing:

@@ -1,15 +1,16 @@
 """What the ranks draw: alike, differently where the schedule says so, or together what one process draws."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from slapo_py.build.rank_graph import graph_of
-from slapo_py.distributed.masks import MaskedByIndex, Part
+from slapo_py.distributed.masks import MaskedByIndex, Part, order_of
 from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
-from slapo_py.layouts.nodes import name_of, shape_of
+from slapo_py.layouts.nodes import name_of, shape_of, slots_of
 from slapo_py.layouts.placement import Shard, is_even
 from slapo_py.layouts.state import Typing
 from slapo_py.layouts.table import canonical
@@ -24,6 +25,7 @@ def mask_by_index(place: Any, graph: fx.Graph, typed: Mapping[str, Typing], mesh
     first = next(node for node in graph.nodes if node.op == "placeholder" and hasattr(node.meta.get("val"), "shape"))
     rows = shape_of(first)[0]
     parts: dict[str, tuple[Part, ...]] = {}
+    orders: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for node in graph.nodes:
         if not _drops(node):
             continue
@@ -34,9 +36,12 @@ def mask_by_index(place: Any, graph: fx.Graph, typed: Mapping[str, Typing], mesh
                 f'build at "{path}": logical_masks= draws one kind of mask in a module, and the dropouts of this one '
                 f"lie differently on the mesh. Make each an nn.Dropout."
             )
+        if canonical(name_of(node)) == "dropout":  # attention draws for weights that it makes itself
+            orders[path].add(order_of(slots_of(node)[0].meta["val"]))
     for path, found in parts.items():
         if found:
-            dress(place.root.module(path), MaskedByIndex(found))
+            order = orders[path].pop() if len(orders[path]) == 1 else None
+            dress(place.root.module(path), MaskedByIndex(found, order))
 
 
 def _parts(node: fx.Node, rows: int, typed: Mapping[str, Typing], mesh: Mesh) -> tuple[Part, ...]:

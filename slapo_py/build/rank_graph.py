@@ -17,8 +17,9 @@ from slapo_py.build.local_guards import localised
 from slapo_py.build.local_operations import REPLACEMENTS
 from slapo_py.distributed.collectives import Ranks
 from slapo_py.errors import BuildError, TraceError
-from slapo_py.layouts.nodes import is_border, is_tensor, name_of, numbers
+from slapo_py.layouts.nodes import is_border, is_tensor, name_of, numbers_of
 from slapo_py.layouts.placement import R
+from slapo_py.layouts.sizes import local_number
 from slapo_py.layouts.state import Conversion, Typing, said
 from slapo_py.patterns.rewrite import copied
 from slapo_py.rewriting import Called
@@ -117,12 +118,12 @@ def _change(node: fx.Node, typing: Typing, ranks: Ranks, moved: dict[fx.Node, li
     if needs in REPLACEMENTS:
         change.function = REPLACEMENTS[needs](node, ranks)
     resized = typing.resized.get(node, {})
-    for path, value in numbers(node.args):
+    for path, value in numbers_of(node):
         whole = int(value.meta["int"]) if isinstance(value, fx.Node) else int(value)
-        local = resized[path].needs if path in resized else typing.local.get(value, whole)
+        local = resized[path].needs if path in resized else local_number(typing, value)
         if local != whole:
             change.sizes[path] = (whole, local)
-    if node in typing.made_local:  # it is made whole, and each rank takes its part
+    if node in typing.made_local and not node.all_input_nodes:  # it is made whole, and each rank takes its part
         shape = tuple(int(size) for size in node.meta["val"].shape)
         change.result = Move(ranks, R, typing.made_local[node], None, None, shape, said(node))
     return change
@@ -191,7 +192,7 @@ def _changed(trace: "Trace", path: str, changes: dict[fx.Node, Change], axis: st
 def _has_sizes(node: fx.Node, changes: list[Change]) -> bool:
     """Whether a number among a node's arguments is one that is another on a rank."""
     wholes = {whole for change in changes for whole, _ in change.sizes.values()}
-    return any(value in wholes for _, value in numbers(node.args) if isinstance(value, int))
+    return any(value in wholes for _, value in numbers_of(node) if isinstance(value, int))
 
 
 def parents(path: str) -> Iterator[str]:

@@ -1,8 +1,9 @@
-"""When one rank fails the others must not wait for it: what they are told, and how they end.
+"""When one rank fails, or calls something else, the others must not wait for it: what they are told, and how they end.
 
 A rank whose process has gone closes its connections, and the others raise at once; they are told here who it was. A
 rank that raises and lives on (in a notebook, in a test, in an `except`) leaves the others in a collective until the
-group's timeout, half an hour by default: nothing can call them back from there, so they say why and end.
+group's timeout, half an hour by default: nothing can call them back from there, so they say why and end. So do ranks
+that wait for each other, because one of them is in another call.
 """
 
 import atexit
@@ -56,6 +57,8 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
     The rank that fails raises as ever. One that notices it by a broken connection raises torch's error, with a note
     that names the rank and what it said. One that waits `PATIENCE` seconds in such a function, while the failed rank
     comes back to none, prints the same on stderr and ends with exit status 70. Where all ranks raise, all go on.
+
+    All ranks make the same calls of such functions in the same order: those whose calls differ end likewise.
     """
 
     @functools.wraps(function)
@@ -119,6 +122,7 @@ class _Watch:
         self.what = ""
         self.number = 0  # of the calls so far: alike on all ranks
         self.said = False
+        self._told = 0  # the number of the last call that others were told of
         self._failed_in: set[int] = set()
         self._since = 0.0
         self._failing_since: float | None = None
@@ -198,7 +202,7 @@ class _Watch:
                 self._failing_since = None
                 continue
             try:
-                failure = self._others()
+                failure = self._others() or self._elsewhere(number)
             except RuntimeError:
                 failure = Failure(0, "", "has ended, or whoever holds the store of the process group")
             if failure is None or number != self.number:
@@ -207,6 +211,19 @@ class _Watch:
                 self._failing_since = now
             elif now - self._failing_since >= PATIENCE and self.inside:
                 self._end(failure)
+
+    def _elsewhere(self, number: int) -> Failure | None:
+        """A rank whose call of this number is another one: they would wait for each other."""
+        if self._told != number:
+            self.store.set(f"slapo/call/{self.rank}", f"{number} {self.what}")
+            self._told = number
+        for rank in range(self.size):
+            if rank == self.rank or not self.store.check([f"slapo/call/{rank}"]):
+                continue
+            its, what = self.store.get(f"slapo/call/{rank}").decode().split(" ", 1)
+            if int(its) == number and what != self.what:
+                return Failure(rank, "", f"is in {what}: every rank has to make the same calls, in the same order")
+        return None
 
     def _end(self, failure: Failure) -> None:
         print(

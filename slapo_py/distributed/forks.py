@@ -13,8 +13,9 @@ from slapo_py.scheduled import Forward, Layer, dress, layer_of
 
 @dataclass(frozen=True)
 class Forked(Layer):
-    """Around a forward: the ranks of these axes draw differently in it. Without coordinates it only says so.
+    """Around a forward: in training the ranks of these axes draw differently. Without coordinates it only says so.
 
+    In eval mode nothing is done: there a model draws nothing as a rule, and goes through `torch.compile` as one graph.
     axes: by name. coordinates: where this rank stands on each, once the schedule is built on a mesh; else ().
     """
 
@@ -27,7 +28,7 @@ class Forked(Layer):
 
         @functools.wraps(forward)
         def forward_forked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not place:
+            if not place or not self.training:
                 return forward(self, *args, **kwargs)
             with forked(place):
                 return forward(self, *args, **kwargs)

@@ -51,15 +51,17 @@ class Part:
 class LogicalMasks(TorchFunctionMode):
     """Within, the masks of dropout are parts of that of the whole tensor. parts: one a mesh axis, the outer one first.
 
+    order: the dims of the whole tensor as one process has it, the outermost in memory first; None: as this rank's part
+    lies. It may lie otherwise, after a collective.
     Put it around the module or function that drops, not around a checkpoint, which runs that again outside of this.
     F.dropout is equal to the bit to that of one process, attention but for rounding, on the CPU; on a GPU, where both
     draw in other ways, compare with a run of this with one rank an axis. Not for compiled code. Raises
     `PlacementError` for other random operations, and for a tensor that is not this rank's part.
     """
 
-    def __init__(self, *parts: Part) -> None:
+    def __init__(self, *parts: Part, order: tuple[int, ...] | None = None) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.order = parts, order
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -79,7 +81,7 @@ class LogicalMasks(TorchFunctionMode):
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return F.dropout(input, p, training, inplace)
-        noise = noise_of(input, p, self.parts)
+        noise = noise_of(input, p, self.parts, self.order)
         return input.mul_(noise) if inplace else input * noise
 
     def _attention(
@@ -106,17 +108,25 @@ class LogicalMasks(TorchFunctionMode):
         )
 
 
-def noise_of(x: Tensor, p: float, parts: Sequence[Part]) -> Tensor:
-    """What dropout multiplies this rank's part of a tensor by: 0 or 1 / (1 - p), drawn for the whole tensor."""
+def order_of(x: Tensor) -> tuple[int, ...]:
+    """The dims of a tensor, the outermost in memory first."""
+    strides = range(x.dim(), 0, -1) if x.is_contiguous() else x.stride()
+    return tuple(sorted(range(x.dim()), key=lambda dim: -int(strides[dim])))
+
+
+def noise_of(x: Tensor, p: float, parts: Sequence[Part], order: tuple[int, ...] | None = None) -> Tensor:
+    """What dropout multiplies this rank's part of a tensor by: 0 or 1 / (1 - p), drawn for the whole tensor.
+
+    order: as in `LogicalMasks`.
+    """
     whole = list(x.shape)
     for one in reversed(parts):
         if isinstance(one.placement, Shard):
             local_shape(whole, Shard(one.placement.dim), 1, 0)  # refuses a dim that there is not
             whole[one.placement.dim] = one.whole(whole[one.placement.dim])
     # Numbers are drawn in the order in which the elements lie in memory.
-    strides = range(x.dim(), 0, -1) if x.is_contiguous() else x.stride()
-    order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
-    ones = torch.empty_permuted(whole, order, dtype=x.dtype, device=x.device).fill_(1)
+    laid = order_of(x) if order is None else order
+    ones = torch.empty_permuted(whole, laid, dtype=x.dtype, device=x.device).fill_(1)
     with torch._C.DisableTorchFunction():  # another `LogicalMasks` may be around this one
         noise = F.dropout(ones, p)
     for one in parts:
@@ -159,12 +169,13 @@ class MaskedByIndex(Layer):
     """Around a forward: `LogicalMasks(*parts)`. Inside `fork_rng` and checkpoints, outside what is compiled."""
 
     parts: tuple[Part, ...]
+    order: tuple[int, ...] | None = None
     rank: ClassVar[int] = 25
 
     def wrap(self, forward: Forward, base: type[nn.Module]) -> Forward:
         @functools.wraps(forward)
         def forward_masked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with LogicalMasks(*self.parts):
+            with LogicalMasks(*self.parts, order=self.order):
                 return forward(module, *args, **kwargs)
 
         return forward_masked

@@ -21,7 +21,7 @@ _MESHES: "weakref.WeakKeyDictionary[Any, dict[Any, Mesh]]" = weakref.WeakKeyDict
 
 
 class Mesh:
-    """Named axes over all ranks, outer axis first. An axis that it does not have is one of a single rank.
+    """Named axes over all ranks, outer axis first, ascending. An axis that it does not have is one of a single rank.
 
     device_mesh: torch's own, for what is handed to torch (FSDP2, pipelines, checkpoints).
     """
@@ -32,6 +32,12 @@ class Mesh:
             raise BuildError(
                 'build: the device mesh has no names. Write init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)).'
             )
+        for dim, name in enumerate(names):
+            if not bool((device_mesh.mesh.diff(dim=dim) > 0).all()):
+                raise BuildError(
+                    f'build: the ranks of the device mesh do not ascend along "{name}": {device_mesh.mesh.tolist()}. '
+                    f"torch puts the ranks of a group in order, so that parts would be exchanged. Sort them."
+                )
         self.device_mesh = device_mesh
         self.sizes = dict(zip(names, map(int, device_mesh.mesh.shape), strict=True))
 

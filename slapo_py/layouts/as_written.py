@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from slapo_py.layouts.buffers import split_buffers
 from slapo_py.layouts.check import checked
 from slapo_py.layouts.lock_step import Arguments, Parts, computed, parts_of
+from slapo_py.layouts.modes import modes_of
 from slapo_py.layouts.nodes import is_border
 from slapo_py.layouts.owned import Owned
 from slapo_py.layouts.placement import Placement, R, Shard, balanced, join, split
 from slapo_py.layouts.record import record
 from slapo_py.layouts.recorded import divided_on, sync_nodes
-from slapo_py.layouts.simulate import with_value
+from slapo_py.layouts.simulate import with_size
 from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Typing, is_local
 from slapo_py.layouts.syncs import AUTO, Sync
 from slapo_py.scheduled import own_forward
@@ -153,7 +155,7 @@ class _Run:
         self.ranks, self.program, self.passed = ranks, program, passed
         self.typing = program.typing
         self.values: dict[fx.Node, Parts] = {}
-        self.made: dict[tuple[fx.Node, int], Parts] = {}
+        self.made: dict[tuple[fx.Node, int, bool], Parts] = {}
         signature = inspect.signature(own_forward(ranks.module))
         self.arguments = []
         for args, kwargs in given:
@@ -167,7 +169,8 @@ class _Run:
             self.ranks.at, self.ranks.border = str(node.meta.get("within", self.ranks.at)), None
             if node.op == "output":
                 return [self._filled(node.args[0], OUTPUT, rank) for rank in every]
-            self.values[node] = self._value(node)
+            with modes_of(node):
+                self.values[node] = self._value(node)
             if is_border(node):
                 self._cross(node)
         raise AssertionError("a graph has an output")
@@ -192,7 +195,7 @@ class _Run:
         args, kwargs = self._filled(node.args, node, rank), self._filled(dict(node.kwargs), node, rank)
         if node in self.typing.made_local:
             for place, size in self.typing.resized.get(node, {}).items():
-                args = with_value(args, place, size.needs)
+                args, kwargs = with_size((args, kwargs), place, size.needs)
         return tuple(args), dict(kwargs)
 
     def _filled(self, value: Any, reader: "fx.Node | str", rank: int) -> Any:
@@ -205,16 +208,17 @@ class _Run:
                 return balanced(int(one), self.ranks.count)[rank]
             return one
 
-        return fx.node.map_aggregate(value, fill)
+        return _plain(fx.node.map_aggregate(value, fill))
 
     def _read(self, node: fx.Node, reader: "fx.Node | str") -> Parts:
         """The parts of a node as a reader gets them: a step that sends nothing may be done for it alone."""
         parts, one = self.values[node], self.typing.on_edge.get((node, reader))
         if one is None or not is_local(one) or node in self.program.buffers:
             return parts
-        if (node, id(one)) not in self.made:
-            self.made[node, id(one)] = self._exchanged(parts, *_of(one), node)
-        return self.made[node, id(one)]
+        key = (node, id(one), torch.is_grad_enabled())
+        if key not in self.made:
+            self.made[key] = self._exchanged(parts, *_of(one), node)
+        return self.made[key]
 
     def _cross(self, node: fx.Node) -> None:
         before = after = [one.view_as(one) for one in self.values[node]]
@@ -232,7 +236,19 @@ class _Run:
             if is_border(node):
                 self.ranks.at, self.ranks.border = str(node.args[2]), (self.program, node)
 
-        return list(_Exchanged.apply(value, gradient, arrive, *parts))  # type: ignore[no-untyped-call]
+        with modes_of(node):
+            return list(_Exchanged.apply(value, gradient, arrive, *parts))  # type: ignore[no-untyped-call]
+
+
+def _plain(value: Any) -> Any:
+    """The lists and dicts of a graph's arguments are of classes of their own."""
+    if isinstance(value, immutable_list):
+        return [_plain(one) for one in value]
+    if isinstance(value, immutable_dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return type(value)(*map(_plain, value)) if hasattr(value, "_fields") else tuple(map(_plain, value))
+    return value
 
 
 def _of(one: Conversion) -> tuple[Exchange, Exchange]:

@@ -6,6 +6,7 @@ from torch import fx
 
 from slapo_py.layouts.nodes import is_border
 from slapo_py.layouts.state import Fault
+from slapo_py.layouts.steps import said_step, sync_step
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
@@ -22,10 +23,12 @@ def astray(place: "Schedule", graph: fx.Graph, axis: str) -> list[Fault]:
         below = path.removeprefix(start) if path != place.path else ""
         for one in syncs.values():
             if one.axis == axis and (below, one.side, one.index) not in there:
+                step = sync_step(place.root, path, one.side, one.index, axis)
+                this = "this sync" if step is None else said_step(step)
                 text = (
                     f'sync at {one.side} {one.index} of "{path}" takes effect nowhere: no tensor goes by there. This '
                     f"module has no such tensor, or is not called, or a kernel or another step has put one operation "
-                    f"in the place of what is on both sides. Leave this sync out, or that step; "
+                    f"in the place of what is on both sides. Leave {this} out, or that step; "
                     f'print(sch.blame("{path.rpartition(".")[0]}")) lists them.'
                 )
                 found.append(Fault("sync nowhere", graph.output_node(), text))

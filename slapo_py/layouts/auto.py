@@ -9,16 +9,22 @@ from torch import fx
 from slapo_py.codec import PerRank
 from slapo_py.errors import PlacementError, ShardError
 from slapo_py.layouts.borders import ENTER
+from slapo_py.layouts.cheaper import with_parts
+from slapo_py.layouts.drawn import to_fork
+from slapo_py.layouts.escaped import escaped
 from slapo_py.layouts.explain import explained
 from slapo_py.layouts.faults import BOTH, LITERAL, MISSING, STEPS, Look, undivided
 from slapo_py.layouts.heads import uneven_heads
 from slapo_py.layouts.nodes import is_border
+from slapo_py.layouts.numbers_of_parts import with_lines
 from slapo_py.layouts.placement import Placement, Shard
 from slapo_py.layouts.record import record
 from slapo_py.layouts.recorded import Asked, asked_of, divided_of, first_names, summed_nodes
 from slapo_py.layouts.rows import parts_of
 from slapo_py.layouts.state import Conversion, Fault, Typing, is_local, said
+from slapo_py.layouts.steps import with_step
 from slapo_py.layouts.syncs import Sync
+from slapo_py.layouts.whole_sizes import gathered_for
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
@@ -32,16 +38,22 @@ def auto_sync(place: "Schedule", axis: str, pins: Mapping[str, Placement] | None
     asked = replace(asked, syncs={**_pins(place, graph, pins or {}), **asked.syncs})
     look = Look(graph, ranks, axis, first_names(place, graph), recording.computed)
     typing, found = look.at(asked)
+    found = with_lines(look, asked, typing, found)
+    fused = with_parts(look, asked, typing, found, most=1).told
+    if fused:
+        raise PlacementError(f'auto_sync at "{place.path}": {with_step(place, axis, fused[0]).message}')
     synced = {node for node, one in asked.syncs.items() if isinstance(one, Sync)}
     single = any(one.kind in MISSING and not one.line for one in found)
     uneven = uneven_heads(typing, synced, axis, single=single)
     if uneven is not None:
         raise ShardError(f'auto_sync at "{place.path}": {uneven.message}')
     if typing.faults:
-        raise PlacementError(f'auto_sync at "{place.path}": {_first(look, asked, typing, found).message}')
+        raise PlacementError(f'auto_sync at "{place.path}": {_first(place, look, asked, typing, found)}')
     for fault in undivided(typing, asked, axis, recording.computed):
         if fault.kind in (LITERAL, BOTH):
-            raise PlacementError(f'auto_sync at "{place.path}": {fault.message}')
+            raise _refused(place, fault)
+    for fault in escaped(place, recording, look, asked, typing):
+        raise _refused(place, fault)
     done = set[Any]()  # a module that is called several times has each sync once
     for one in typing.conversions():
         stands = isinstance(asked.syncs.get(one.node), Sync) and one is typing.at_node.get(one.node)
@@ -53,12 +65,20 @@ def auto_sync(place: "Schedule", axis: str, pins: Mapping[str, Placement] | None
             _insert(place, typing, one, axis)
     _configure(place, typing, axis)
     _reduce(place, typing, axis)
+    for path in to_fork(place, typing, axis):
+        (place[path] if path else place).fork_rng(axis=axis)
 
 
-def _first(look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> Fault:
+def _first(place: "Schedule", look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> str:
     """The first thing that is wrong, and not only missing."""
     told = [one for one in explained(look, asked, typing, found) if one.kind not in STEPS]
-    return told[0] if told else typing.faults[0]
+    return with_step(place, look.axis, told[0] if told else typing.faults[0]).message
+
+
+def _refused(place: "Schedule", fault: Fault) -> PlacementError:
+    """What is wrong, and where its line belongs."""
+    first = "write the line at the end of this message before auto_sync: " if fault.line else ""
+    return PlacementError(f'auto_sync at "{place.path}": {first}{fault.message}')
 
 
 def _pins(place: "Schedule", graph: fx.Graph, pins: Mapping[str, Placement]) -> dict[fx.Node, Placement]:
@@ -95,6 +115,9 @@ def _insert(place: "Schedule", typing: Typing, one: Conversion, axis: str) -> No
         _, side, path, index = one.node.args
         _sync(place, str(path), str(side), int(index), one, axis)  # type: ignore[arg-type]
     else:
+        wrong = gathered_for(one.node, one.readers or (), typing) if one.forward == "all_gather" else None
+        if wrong is not None:
+            raise _refused(place, wrong)
         readers = ", ".join(sorted(said(reader) for reader in one.readers or ()))
         raise PlacementError(
             f'auto_sync at "{place.path}": {said(one.node)} is {one.source}, and {readers} needs it {one.target} '

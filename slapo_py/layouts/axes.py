@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from slapo_py.codec import PerRank
+from slapo_py.distributed.forks import forks_of
 from slapo_py.errors import ArgumentError
 from slapo_py.layouts.placement import Shard, local_shape
+from slapo_py.layouts.recorded import divided_of
 from slapo_py.layouts.shapes import divides
 from slapo_py.layouts.state import Fault, said
 from slapo_py.layouts.syncs import reduce_tag, tag
@@ -25,8 +26,19 @@ Split = tuple[str, Shard]
 
 
 def axes_of(root: "Root") -> list[str]:
-    """The axes for which the schedule has a split, a sync, a summed gradient or a divided attribute; else "tp"."""
-    return _named(root) or ["tp"]
+    """The axes that the schedule uses; else "tp"."""
+    return used_axes(root) or ["tp"]
+
+
+def used_axes(root: "Root") -> list[str]:
+    """The axes for which the schedule has a split, a sync, a summed gradient, a divided attribute or random numbers."""
+    said_of: list[str] = [key for tags in root.annotations.values() for key in tags]
+    starts = (tag(""), reduce_tag(""))
+    split = [key.removeprefix(start) for key in said_of for start in starts if key.startswith(start)]
+    synced = [one.axis for syncs in root.syncs.values() for one in syncs.values()]
+    divided = [axis for names in divided_of(root).values() for axis in names.values()]
+    forked = [axis for axes in forks_of(root.copy).values() for axis in axes]
+    return list(dict.fromkeys([*split, *synced, *divided, *forked]))
 
 
 def refuse(root: "Root", where: str, axis: str | None = None, ranks: object = 1) -> None:
@@ -37,21 +49,10 @@ def refuse(root: "Root", where: str, axis: str | None = None, ranks: object = 1)
     for size in ranks.values() if isinstance(ranks, Mapping) else [ranks]:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ArgumentError(f"{where}: ranks must be whole numbers from 1, as in ranks=2; found {ranks!r}.")
-    used = _named(root)
+    used = used_axes(root)
     if used and axis is not None and axis not in used:
         others = " and ".join(f'"{one}"' for one in used)
         raise ArgumentError(f'{where}: no step uses the mesh axis "{axis}"; the schedule uses {others}.')
-
-
-def _named(root: "Root") -> list[str]:
-    said_of: list[str] = [key for tags in root.annotations.values() for key in tags]
-    named = [one.axis for syncs in root.syncs.values() for one in syncs.values()]
-    for step in root.history:
-        if step.primitive == "configure":
-            named += [value.axis for value in step.kwargs.values() if isinstance(value, PerRank)]
-    starts = (tag(""), reduce_tag(""))
-    split = [key.removeprefix(start) for key in said_of for start in starts if key.startswith(start)]
-    return list(dict.fromkeys([*split, *named]))
 
 
 def splits_of(root: "Root", name: str) -> list[Split]:

@@ -125,6 +125,8 @@ class Backward:
         if len(partial) == len(users) and ((free and typing.produced[node][0] != P) or node.op == "get_attr"):
             return P
         low = self._lowest_border(node, partial)
+        if low is None and len(partial) == len(users) and typing.produced[node][0] != P and self._may_pass(node):
+            return P  # no border has come yet: one further up may
         placed = typing.after[node][0]
         further = [self._summed(node, one) for one in users if one not in partial]
         if low is None and further and all(further):  # no border for these alone: sum all of them here

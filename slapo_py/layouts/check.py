@@ -13,12 +13,18 @@ from torch import fx
 from slapo_py.errors import ArgumentError
 from slapo_py.layouts.astray import astray
 from slapo_py.layouts.axes import axes_of, outer_ranks, refuse, too_small
+from slapo_py.layouts.cheaper import with_other_dims, with_parts
+from slapo_py.layouts.drawn import drawn
+from slapo_py.layouts.escaped import escaped
+from slapo_py.layouts.evaluation import evaluation_of, other_collectives
 from slapo_py.layouts.explain import explained
-from slapo_py.layouts.faults import MISSING, Look
+from slapo_py.layouts.faults import MISSING, STEPS, Look
 from slapo_py.layouts.heads import uneven_heads
+from slapo_py.layouts.numbers_of_parts import with_lines
 from slapo_py.layouts.record import Recording, record
 from slapo_py.layouts.recorded import asked_of, first_names
 from slapo_py.layouts.state import Fault, Typing
+from slapo_py.layouts.steps import with_step
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
@@ -58,12 +64,42 @@ def checked(
 
     outer: over how many ranks of other axes a parameter's dim is split before, where it is.
     """
+    typing, found = _checked(place, recording, axis, ranks, outer)
+    return typing, [with_step(place, axis, one) for one in found]
+
+
+def _checked(
+    place: "Schedule", recording: Recording, axis: str, ranks: int, outer: Mapping[fx.Node, int] | None
+) -> tuple[Typing, list[Fault]]:
     graph = recording.graph
     asked = asked_of(place, graph, axis)
     look = Look(graph, ranks, axis, first_names(place, graph), recording.computed)
     typing, found = look.at(asked)
+    found = with_lines(look, asked, typing, found)
+    fused = with_parts(look, asked, typing, found)
+    asked, typing, found = fused.asked, fused.typing, fused.found
     single = any(one.kind in MISSING and not one.line for one in found)
     uneven = uneven_heads(typing, asked.syncs.keys(), axis, outer, single)
     if uneven is not None:
-        return typing, [uneven]
-    return typing, [*astray(place, graph, axis), *explained(look, asked, typing, found)]
+        return typing, [*fused.told, uneven]
+    told = fused.told
+    if all(one.kind in STEPS for one in found):  # nothing is wrong, but what is missing may be dear
+        other = with_other_dims(look, asked, typing, found)
+        told, asked, typing, found = [*told, *other.told], other.asked, other.typing, other.found
+    found = explained(look, asked, typing, found)
+    found = [*told, *astray(place, graph, axis), *found]
+    found = found or escaped(place, recording, look, asked, typing) or drawn(place, typing, axis)
+    return typing, found or _in_evaluation(place, recording, typing, axis, ranks, outer)
+
+
+def _in_evaluation(
+    place: "Schedule", recording: Recording, typing: Typing, axis: str, ranks: int, outer: Mapping[fx.Node, int] | None
+) -> list[Fault]:
+    """What is wrong in evaluation mode alone."""
+    evaluation = evaluation_of(place, recording)
+    if evaluation is None:
+        return []
+    evaluation.evaluation = (None,)
+    other, found = _checked(place, evaluation, axis, ranks, outer)
+    found = found or other_collectives(typing, other)
+    return [replace(one, message=f"in evaluation mode: {one.message}") for one in found]

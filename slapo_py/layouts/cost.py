@@ -4,7 +4,9 @@ import functools
 import math
 
 from slapo_py.layouts.conversions import factor, how
+from slapo_py.layouts.nodes import bytes_of
 from slapo_py.layouts.placement import P, Partial, Placement, R, Shard
+from slapo_py.layouts.state import Typing
 
 # What the gradient costs on its way back, and what breaks ties: what is whole stays whole.
 _BACK = {
@@ -36,6 +38,13 @@ def cost(
         return math.inf  # to a partial sum: legal, and never wanted of an activation
     # What a sum is scattered for has to be gathered somewhere, if not by its gradient then further on.
     return _factor(kind, ranks, gradient or kind == "reduce_scatter") * size + _TIES.get(kind, 0)
+
+
+def sent(typing: Typing) -> float:
+    """The bytes that all conversions send, forward and backward, and those of summed gradients."""
+    moved = ((kind, one.node) for one in typing.conversions() for kind in (one.forward, one.backward))
+    summed = (("all_reduce", node) for node in typing.reduced)
+    return sum(float(factor(kind, typing.ranks)) * bytes_of(node) for kind, node in (*moved, *summed))
 
 
 @functools.cache

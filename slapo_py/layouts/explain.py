@@ -2,7 +2,8 @@
 
 A wrong step may make other, right steps look wrong. So changes of single steps near the first thing that does not fit
 are tried, in this order: another collective on the gradient, the sync left out or given otherwise, a sync more, a
-parameter split otherwise. The change after which least is left is the message, and the search goes on from there.
+parameter split otherwise, a parameter not split. The change after which least is left is the message, and the search
+goes on from there.
 """
 
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from slapo_py.layouts.backward import sync_line
-from slapo_py.layouts.faults import MISSING, Look
+from slapo_py.layouts.faults import MISSING, Look, has_remedy
 from slapo_py.layouts.nodes import is_border, is_tensor, shape_of, slots_of
 from slapo_py.layouts.placement import P, Placement, R, Shard
 from slapo_py.layouts.recorded import Asked
-from slapo_py.layouts.resplit import resplits
+from slapo_py.layouts.resplit import left_out, resplits
 from slapo_py.layouts.shapes import divides
 from slapo_py.layouts.state import Conversion, Fault, Typing, said
 from slapo_py.layouts.syncs import AUTO, Sync
@@ -29,13 +30,14 @@ _BORDERS, _SYNCS, _MODULES = 16, 4, 6
 class Change:
     """One step of a schedule otherwise. node: where. removes: whether a sync that is there is left out or replaced.
 
-    fault: the message, if it does not depend on what is found afterwards.
+    fault: the message, if it does not depend on what is found afterwards. last: only if nothing else explains anything.
     """
 
     asked: Asked
     node: fx.Node
     removes: bool = False
     fault: Fault | None = None
+    last: bool = False
 
 
 def explained(look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> list[Fault]:
@@ -52,11 +54,7 @@ def explained(look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> l
 
 def _plain(typing: Typing, found: list[Fault], asked: Asked) -> bool:
     """Whether each fault is a step that is missing, with its line."""
-    return all(one.kind not in _WRONG and _has_remedy(one) for one in found) and not _suspects(typing, found, asked)
-
-
-def _has_remedy(fault: Fault) -> bool:
-    return bool(fault.line) or fault.kind not in (*MISSING, "no signature", "size")
+    return all(one.kind not in _WRONG and has_remedy(one) for one in found) and not _suspects(typing, found, asked)
 
 
 def _suspects(typing: Typing, found: list[Fault], asked: Asked) -> list[fx.Node]:
@@ -89,6 +87,8 @@ def _best(
 
     best, least = None, weight(found) + 1
     for change in _changes(look, asked, typing, found):
+        if change.last and best is not None:
+            break
         after, left = look.at(change.asked)
         own = [one for one in left if one.node is change.node and one.kind in MISSING and not change.fault]
         left = [one for one in left if one not in own]
@@ -149,7 +149,7 @@ def _what(sync: Sync) -> str:
 def _changes(look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> Iterator[Change]:
     order = {node: index for index, node in enumerate(look.graph.nodes)}
     suspects, known = _suspects(typing, found, asked), _splits(asked)
-    unfit = [one for one in found if not _has_remedy(one)] or found
+    unfit = [one for one in found if not has_remedy(one)] or found
     start = min(unfit, key=lambda one: order[one.node]).node
     for node in suspects:
         sync = asked.syncs[node]
@@ -166,6 +166,8 @@ def _changes(look: Look, asked: Asked, typing: Typing, found: list[Fault]) -> It
         for placement in known:
             if isinstance(placement, Shard) and _has_dim(node, placement, look.ranks):
                 yield Change(_with_sync(asked, node, placement), node)
+    for params, fault in left_out(look, asked, unfit, order, _MODULES):
+        yield Change(replace(asked, params=params), fault.node, fault=fault, last=True)
 
 
 def _otherwise(asked: Asked, node: fx.Node, known: list[Placement], ranks: int) -> Iterator[Change]:

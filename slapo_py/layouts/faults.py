@@ -13,7 +13,7 @@ from torch import fx
 from slapo_py.layouts.backward import sync_line
 from slapo_py.layouts.forward import carries
 from slapo_py.layouts.infer import infer
-from slapo_py.layouts.nodes import is_border, numbers
+from slapo_py.layouts.nodes import is_border, is_size, numbers_of
 from slapo_py.layouts.owned import Owner
 from slapo_py.layouts.placement import R, Shard
 from slapo_py.layouts.recorded import Asked
@@ -22,11 +22,17 @@ from slapo_py.layouts.signatures import Signature
 from slapo_py.layouts.sizes import sizes_of
 from slapo_py.layouts.state import Conversion, Fault, Typing, is_local, said
 from slapo_py.layouts.syncs import AUTO, Sync
+from slapo_py.layouts.whole_sizes import gathered_for
 
 LITERAL, BOTH = "literal size", "size and number"
 MISSING = ("missing in forward", "missing in backward")
 STEPS = (*MISSING, "gradient not summed", "size not divided")
 """What `auto_sync` adds."""
+
+
+def has_remedy(fault: Fault) -> bool:
+    """Whether a message says what to write, or is of a kind that says it in words."""
+    return bool(fault.line) or fault.kind not in (*MISSING, "no signature", "size")
 
 
 @dataclass
@@ -43,13 +49,15 @@ class Look:
 
     def at(self, asked: Asked) -> tuple[Typing, list[Fault]]:
         """The placements with what is asked for, and what does not fit."""
-        typing = infer(self.graph, self.ranks, asked.params, asked.syncs, known=self.known)
+        divided = {(path, name) for path, names in asked.divided.items() for name in names}
+        typing = infer(self.graph, self.ranks, asked.params, asked.syncs, known=self.known, divided=divided)
         found = list(typing.faults)
         for one in typing.conversions():
             sync = asked.syncs.get(one.node)
             stands = isinstance(sync, Sync) and one is typing.at_node.get(one.node)
             if not stands and not is_local(one):
-                found.append(_missing(one, self.axis))
+                inside = one.readers if one.forward == "all_gather" and not one.at_border else ()
+                found.append(gathered_for(one.node, inside or (), typing) or _missing(one, self.axis))
             elif stands and isinstance(sync, Sync) and sync.dim is not None and not isinstance(sync.parts, Rows):
                 found += _of_one_batch(one, sync, self.axis)
         found += self._sums(typing, asked) + undivided(typing, asked, self.axis, self.computed)
@@ -109,7 +117,7 @@ def undivided(typing: Typing, asked: Asked, axis: str, computed: Set[Owner] = fr
         for one in resized.values():
             if one.owner is None:
                 where = node.meta.get("where", "?")
-                line = _whole_before(node, typing, axis)
+                line = _gathered_before(node.args[0] if node.args else None, typing, axis)
                 text = (
                     f"{said(node)} ({where}) is given the literal size {one.passes}, and a rank needs {one.needs}. It "
                     f"comes from no attribute of a module: read it from a tensor's shape, or use -1."
@@ -145,9 +153,9 @@ def _used_otherwise(typing: Typing, divided: Set[Owner], computed: Set[Owner]) -
     last = next(reversed(typing.graph.nodes))
     for node in typing.graph.nodes:
         divides = typing.resized.get(node, {})
-        for place, value in numbers((*node.args, *node.kwargs.values())):
+        for place, value in numbers_of(node):
             owner: Owner | None = getattr(value, "owner", None)
-            if owner is not None and owner in divided and place not in divides:
+            if owner is not None and owner in divided and place not in divides and not is_size(node):
                 found.setdefault(owner, _both(node, owner))
     for owner in sorted(divided & computed):
         found.setdefault(owner, _both(last, owner))
@@ -164,15 +172,21 @@ def _both(node: fx.Node, owner: Owner) -> Fault:
     )  # fmt: skip
 
 
-def _whole_before(node: fx.Node, typing: Typing, axis: str) -> str:
-    """The line that gathers a node's input at the last border that it has passed."""
-    value = node.args[0] if node.args else None
+def _gathered_before(value: Any, typing: Typing, axis: str) -> str:
+    """The line that gathers a value at the last border that it has passed; empty if there is none."""
+    border = border_before(value, typing)
+    if border is None:
+        return ""
+    gathered = Conversion(border, typing.after[border][0], R)
+    return sync_line(border, gathered.forward, AUTO, gathered, axis)
+
+
+def border_before(value: Any, typing: Typing) -> fx.Node | None:
+    """The last border that a value has passed, if it is split there."""
     while isinstance(value, fx.Node) and carries(value) and not is_border(value):
         value = value.args[0]
-    if not isinstance(value, fx.Node) or not is_border(value) or not isinstance(typing.after[value][0], Shard):
-        return ""
-    gathered = Conversion(value, typing.after[value][0], R)
-    return sync_line(value, gathered.forward, AUTO, gathered, axis)
+    is_there = isinstance(value, fx.Node) and is_border(value) and isinstance(typing.after[value][0], Shard)
+    return value if is_there else None
 
 
 def _not_summed(node: fx.Node, axis: str) -> Fault:

@@ -5,7 +5,7 @@ the pass goes back there, converts, and goes on.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from torch import fx, nn
@@ -19,6 +19,7 @@ from slapo_py.layouts.nodes import (
     is_size,
     is_tensor,
     name_of,
+    numbers_of,
     operation_of,
     outputs_of,
     picks_part,
@@ -27,13 +28,15 @@ from slapo_py.layouts.nodes import (
     slots_of,
     tensors_of,
 )  # fmt: skip
+from slapo_py.layouts.owned import Owned, Owner
 from slapo_py.layouts.placement import P, Placement, R, Shard
-from slapo_py.layouts.shapes import carry, is_move
+from slapo_py.layouts.shapes import carry, dim_map, is_move
 from slapo_py.layouts.signatures import Signature, signatures
 from slapo_py.layouts.sizes import local_size_read, wrong_sizes
 from slapo_py.layouts.state import OUTPUT, Conversion, Fault, Placements, Typing, said
 from slapo_py.layouts.syncs import Sync
 from slapo_py.layouts.table import IDENTITY, canonical
+from slapo_py.layouts.whole_sizes import is_of_whole, of_whole
 
 Syncs = Mapping[fx.Node, Placement | Sync]
 
@@ -41,7 +44,8 @@ Syncs = Mapping[fx.Node, Placement | Sync]
 class Forward:
     """One pass over a graph. `syncs`: borders whose value is converted: to a placement, or by a sync of a schedule.
 
-    known: signatures that an earlier pass over the same graph has worked out; this one adds its own.
+    known: signatures that an earlier pass over the same graph has worked out; this one adds its own. divided:
+    attributes of which a rank has its part. asked: the dims that syncs of the caller's split.
     """
 
     def __init__(
@@ -53,8 +57,11 @@ class Forward:
         inputs: Mapping[str, Placement],
         outputs: Placement,
         known: dict[Any, list[Signature]],
+        divided: Set[Owner] = frozenset(),
+        asked: Set[int] = frozenset(),
     ) -> None:
-        self.typing = Typing(graph, ranks, params)
+        self.asked = asked
+        self.typing = Typing(graph, ranks, params, divided=set(divided))
         self.ranks, self.syncs, self.inputs, self.outputs = ranks, dict(syncs), inputs, outputs
         self.nodes = list(graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
@@ -147,14 +154,15 @@ class Forward:
         key = (node, frozenset(blocks))
         if key not in self._signatures:
             patterns = sorted(blocks, key=str)
-            self._signatures[key] = signatures(operation_of(node), self.ranks, patterns, node.meta.get("line"))
+            self._signatures[key] = signatures(operation_of(node), self.ranks, patterns, node.meta.get("rule"))
         return self._signatures[key]
 
     def _operation(self, node: fx.Node) -> fx.Node | None:
         typing, slots = self.typing, slots_of(node)
         have = [self.placement(slot, node) for slot in slots]
         if node in typing.made_local:
-            best = Signature("made", (), (typing.made_local[node],), (), (None,))
+            own = typing.made_local[node]
+            best = Signature("made", (R,) * len(slots), (own,), (P,) * len(slots), (own if slots else None,))
         else:
             best = self._meant(node, have) or self._cheapest(node, slots, have)
         for slot, source, target in zip(slots, have, best.inputs):
@@ -165,7 +173,7 @@ class Forward:
                 if top is not None and top not in self.syncs:
                     self.syncs[top] = target
                     return top
-            made = constant_of(slot, target, self.ranks) if source == R else None
+            made = self._source(slot, source, target)
             if made is not None and made[0] not in typing.made_local:
                 typing.made_local[made[0]] = made[1]
                 return made[0]
@@ -199,7 +207,10 @@ class Forward:
                 break
         if best is None:
             given = ", ".join(f"{said(slot)} {one}" for slot, one in zip(slots, have))
-            self.typing.faults.append(Fault("no signature", node, f"{said(node)} takes no such placements: {given}."))
+            wrong = f"{said(node)} takes no such placements: {given}."
+            if "rule" in node.meta and not node.meta["rule"].line:
+                wrong += " Called so, this kernel takes only whole values: don't split what it is given."
+            self.typing.faults.append(Fault("no signature", node, wrong))
             best = self._legal(node, have)[-1]
         return best
 
@@ -225,13 +236,36 @@ class Forward:
         )  # fmt: skip
 
     def _price(self, slots: list[fx.Node], have: list[Placement], one: Signature) -> float:
+        if self._unasked(slots, have, one.inputs):
+            return math.inf
         return sum(
             cost(
                 source, target, bytes_of(slot), self.ranks,
                 parameter=slot.op == "get_attr", gradient=slot in self.needing, added=one.kind == "contracted",
             )
             for slot, source, target in zip(slots, have, one.inputs)
+            if not (slot in self.needing and self._source(slot, source, target))
         )  # fmt: skip
+
+    def _unasked(self, slots: list[fx.Node], have: list[Placement], wanted: Placements) -> bool:
+        """Whether a value that is split would be split along another dim, which nothing else is split along.
+
+        Of what is split in its features that would make data parallelism, which is cheap here, and nobody meant.
+        """
+        for slot, source, target in zip(slots, have, wanted):
+            if slot.op == "get_attr" or not isinstance(source, Shard) or not isinstance(target, Shard):
+                continue
+            known = target in [one for one, other in zip(have, wanted) if one == other]
+            if source.dim != target.dim and not known and (target.dim == 0 or not self.asked):
+                if target.dim not in self.asked:
+                    return True
+        return False
+
+    def _source(self, slot: fx.Node, source: Placement, target: Placement) -> tuple[fx.Node, Placement] | None:
+        """The constant, or what repeats a whole value, that each rank can make its part of for a reader."""
+        if source != R or not isinstance(target, Shard):
+            return None
+        return made_in_part(slot, target, self.ranks, expands=slot in self.needing)
 
     def _ahead(self, node: fx.Node, outputs: Placements, depth: int = 4) -> float:
         """What the next operation with another operand would pay: it decides between P to R and P to S."""
@@ -261,6 +295,10 @@ class Forward:
         for place, size in wrong_sizes(self.typing, node, one).items():
             if size.kind == "literal":
                 self.typing.resized.setdefault(node, {})[place] = size
+                if size.owner is not None:
+                    self.typing.divided.add(size.owner)
+            elif size.kind == "computed" and is_of_whole(self.typing, dict(numbers_of(node))[place]):
+                self.typing.faults.append(of_whole(node, place, size.passes, size.needs))
             else:
                 self.typing.faults.append(
                     Fault(
@@ -303,6 +341,11 @@ def needing_gradient(nodes: list[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def reads_any(nodes: list[fx.Node], owners: Set[Owner]) -> bool:
+    """Whether a size is computed with one of these attributes."""
+    return any(isinstance(one, Owned) and one.owner in owners for node in nodes if is_size(node) for one in node.args)
+
+
 def in_place(node: fx.Node) -> bool:
     """Whether a method writes to its tensor."""
     name = name_of(node)
@@ -341,16 +384,21 @@ def highest_border(node: fx.Node, target: Placement) -> fx.Node | None:
         node = node.args[0]  # type: ignore[assignment]
 
 
-def constant_of(node: fx.Node, target: Placement, ranks: int) -> tuple[fx.Node, Placement] | None:
-    """The constant fill that a value comes from, and how it must be placed for the value to be placed so."""
+def made_in_part(node: fx.Node, target: Shard, ranks: int, expands: bool) -> tuple[fx.Node, Placement] | None:
+    """The constant fill that a value comes from, and how it must be placed for the value to be placed so.
+
+    expands: or the expansion: of a whole value each rank makes as many copies as it needs. (One key for a group of
+    heads, say: its gradient is then a partial sum.)
+    """
     chain = []
-    while carries(node):
+    while carries(node) and not (expands and made_dims(node)):
         chain.append(node)
         node = node.args[0]  # type: ignore[assignment]
-    if name_of(node) not in ("zeros", "ones") or not is_tensor(node) or len(readers(node)) > 1:
+    dims = made_dims(node)
+    if not dims or len(readers(node)) > 1:
         return None
-    for dim, size in enumerate(shape_of(node)):
-        placed: Placement | None = Shard(dim) if size >= ranks else None
+    for dim in dims:
+        placed: Placement | None = Shard(dim) if shape_of(node)[dim] >= ranks else None
         first = placed
         for one in reversed(chain):
             if isinstance(placed, Shard):
@@ -359,3 +407,15 @@ def constant_of(node: fx.Node, target: Placement, ranks: int) -> tuple[fx.Node, 
         if placed == target and first is not None:
             return node, first
     return None
+
+
+def made_dims(node: fx.Node) -> Sequence[int]:
+    """The dims of a constant, or those that an expansion adds or makes larger."""
+    if not is_tensor(node):
+        return ()
+    if name_of(node) in ("zeros", "ones"):
+        return range(len(shape_of(node)))
+    if name_of(node) not in ("expand", "broadcast_to"):
+        return ()
+    kept = set(dim_map(operation_of(node)).values())
+    return [dim for dim in range(len(shape_of(node))) if dim not in kept]

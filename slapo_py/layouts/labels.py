@@ -36,14 +36,15 @@ class Labelled:
         return sorted({one for labels in self.operands for one in labels if one and not one[0].isupper()})
 
 
-def labelled(operation: Operation, line: str | None = None) -> Labelled | None:
+def labelled(operation: Operation, line: str | Rule | None = None) -> Labelled | None:
     """The operation in labels; None if the table has no line for it, or none for these arguments.
 
-    line: the labels of an operation that the table doesn't know (a fused kernel's `placement`); every argument is
-    then taken to be nonlinear. Raises `PlacementError` if a line doesn't fit the operation.
+    line: the labels of an operation that the table doesn't know (a fused kernel's `placement`), or its rule; of labels
+    alone, every argument is taken to be nonlinear. Raises `PlacementError` if a line doesn't fit the operation.
     """
     if line is not None:
-        return _by_rule(operation, Rule(line)) if line.strip() else None
+        given = Rule(line) if isinstance(line, str) else line
+        return _by_rule(operation, given) if given.line.strip() else None
     name = canonical(operation.name)
     if operation.kwargs.get("out") is not None:
         return None
@@ -212,7 +213,10 @@ def _matmul(operation: Operation) -> Rule | None:
 
 
 def _cross_entropy(operation: Operation) -> Rule | None:
-    """Logits (T, V) or (B, V, ...), targets (T,) or (B, ...); without class weights, smoothing and soft targets."""
+    """Logits (T, V) or (B, V, ...), targets (T,) or (B, ...); without class weights, smoothing and soft targets.
+
+    The local implementation is for classes in the last dim: of (B, V, ...) they do not split.
+    """
     logits, target = operation.argument(0, "input"), operation.argument(1, "target")
     plain = operation.argument(2, "weight") is None and not operation.argument(7, "label_smoothing", 0.0)
     if not isinstance(logits, TensorSpec) or not isinstance(target, TensorSpec) or target.is_floating or not plain:
@@ -225,7 +229,7 @@ def _cross_entropy(operation: Operation) -> Rule | None:
     (first, second), (result,) = parse(rule.line)
     if more < 0:  # one row
         return replace(rule, line=f"{first[1:]}, -> ")
-    return replace(rule, line=f"{first}{letters}, {second}{letters} -> {result and result + letters}")
+    return replace(rule, line=f"{first[0]}V{letters}, {second}{letters} -> {result and result + letters}")
 
 
 def _einsum(operation: Operation) -> Rule | None:

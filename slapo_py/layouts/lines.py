@@ -4,19 +4,49 @@ Whoever makes such a function gives its line; nothing here knows kernels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from slapo_py.layouts.table import Rule
+
 Function = Callable[..., Any]
-_LINES: dict[int, tuple[Function, str, Function | None]] = {}
-"""By the function's id, which stays its own while it is here."""
 
 
-def give_line(function: Function, line: str, holds: Function | None = None) -> None:
+@dataclass(frozen=True)
+class Classes:
+    """Of a loss that is `F.cross_entropy` where its line holds: how its classes may be split over ranks.
+
+    The function takes logits and labels first, and options of `F.cross_entropy` under their names there; what else it
+    takes has no effect where the line holds. label: the classes, in the line. parts, gradient: what a rank computes of
+    its own classes, as in `slapo_py.distributed.cross_entropy.Slice`.
+    """
+
+    label: str
+    parts: Function
+    gradient: Function
+
+
+@dataclass(frozen=True)
+class _Given:
+    function: Function  # kept, so that its id stays its own
+    rule: Rule
+    holds: Function | None
+    classes: Classes | None
+
+
+_LINES: dict[int, _Given] = {}
+"""By the function's id."""
+
+
+def give_line(function: Function, line: str, holds: Function | None = None, classes: Classes | None = None) -> None:
     """Make a function one operation with this line of labels, as in `table.py`.
 
     holds: whether the line is right for these arguments. "", or a line that is not, takes only whole values.
     """
-    _LINES[id(function)] = function, line, holds
+    rule = Rule(line)
+    if classes is not None:
+        rule = Rule(line, local={classes.label: "cross_entropy"}, whole=classes.label)
+    _LINES[id(function)] = _Given(function, rule, holds, classes)
 
 
 def take_line(function: Function) -> None:
@@ -29,7 +59,13 @@ def has_line(function: object) -> bool:
     return id(function) in _LINES
 
 
-def line_for(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The line of a call of a function that is one operation."""
-    _, line, holds = _LINES[id(function)]
-    return line if holds is None or holds(*args, **kwargs) else ""
+def rule_for(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
+    """The rule of a call of a function that is one operation."""
+    given = _LINES[id(function)]
+    return given.rule if given.holds is None or given.holds(*args, **kwargs) else Rule("")
+
+
+def classes_of(function: object) -> Classes | None:
+    """How the classes of a function that is one operation, and a loss, may be split."""
+    given = _LINES.get(id(function))
+    return None if given is None else given.classes

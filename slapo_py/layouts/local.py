@@ -1,6 +1,7 @@
 """Operations that a rank computes otherwise than on the whole: a lookup in its rows, a loss over its classes."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +40,15 @@ class _Loss(torch.autograd.Function):
         starts = [sum(one.shape[-1] for one in logits[:rank]) for rank in range(len(logits))]
         classes = sum(one.shape[-1] for one in logits)
         top = torch.stack([one.amax(-1) for one in logits]).amax(0)
-        terms = [(one - top[:, None]).exp() for one in logits]
+        terms = [(one - top[..., None]).exp() for one in logits]
         total = torch.stack([one.sum(-1) for one in terms]).sum(0)
         kept = labels != ignore
         picked = torch.zeros_like(top)
         for start, one in zip(starts, logits):
             here = (labels >= start) & (labels < start + one.shape[-1])
-            index = (labels - start).clamp(0, one.shape[-1] - 1)[:, None]
-            picked = picked + torch.where(here, one.gather(-1, index)[:, 0] - top, torch.zeros_like(top))
-        mean = sum((one - top[:, None]).sum(-1) for one in logits) / classes
+            index = (labels - start).clamp(0, one.shape[-1] - 1)[..., None]
+            picked = picked + torch.where(here, one.gather(-1, index)[..., 0] - top, torch.zeros_like(top))
+        mean = sum((one - top[..., None]).sum(-1) for one in logits) / classes
         losses = (total.log() - (1 - smoothing) * picked - smoothing * mean) * kept
         ctx.save_for_backward(labels, kept, total, *terms)
         ctx.starts, ctx.smoothing, ctx.classes = starts, smoothing, classes
@@ -58,16 +59,38 @@ class _Loss(torch.autograd.Function):
         labels, kept, total, *terms = ctx.saved_tensors
         found = []
         for start, term, grad in zip(ctx.starts, terms, grads):
-            at = labels[:, None] == torch.arange(term.shape[-1]) + start
-            slope = term / total[:, None] - (1 - ctx.smoothing) * at.to(term.dtype) - ctx.smoothing / ctx.classes
-            found.append(slope * (kept * grad)[:, None])
+            at = labels[..., None] == torch.arange(term.shape[-1]) + start
+            slope = term / total[..., None] - (1 - ctx.smoothing) * at.to(term.dtype) - ctx.smoothing / ctx.classes
+            found.append(slope * (kept * grad)[..., None])
         return (None, None, None, *found)
 
 
-def cross_entropy_in_lock_step(parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Tensor]:
-    """F.cross_entropy on every rank, of logits split over the classes. parts: the arguments of each rank."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = [{**dict(zip(names, args)), **kwargs} for args, kwargs in parts]
+Names = tuple[tuple[str, str], ...]
+"""Of each argument of a loss, in order, its name and that in `F.cross_entropy`, "" where that has no such argument."""
+
+
+def loss_names(loss: Callable[..., Any]) -> Names:
+    """The names of `F.cross_entropy`, or of a function that is one: the logits come first, then the labels."""
+    first, second, *options = inspect.signature(loss).parameters
+    known = inspect.signature(F.cross_entropy).parameters
+    return (first, "input"), (second, "target"), *((one, one if one in known else "") for one in options)
+
+
+def loss_arguments(names: Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a loss, by their names in `F.cross_entropy`."""
+    given = {**{name: value for (name, _), value in zip(names, args)}, **kwargs}
+    return {there: given[name] for name, there in names if there and name in given}
+
+
+def cross_entropy_in_lock_step(
+    loss: Callable[..., Any], parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+) -> list[Tensor]:
+    """F.cross_entropy on every rank, of logits split over the classes.
+
+    loss: the function of the node, which may be a kernel that stands for it. parts: the arguments of each rank.
+    """
+    names = loss_names(loss)
+    given = [loss_arguments(names, args, kwargs) for args, kwargs in parts]
     first = given[0]
     ignore, reduction = first.get("ignore_index", -100), first.get("reduction", "mean")
     losses = _Loss.apply(  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """One node on every rank at once: an operation at the sizes that each rank has, and what is done otherwise there.
 
-Dropout draws one mask at the whole shape and gives each rank its part of it, so that the ranks together drop what one
-process drops. Whatever else draws, draws the same on every rank.
+Dropout draws one mask for the whole tensor, as that lies in memory, and gives each rank its part of it, so that the
+ranks together drop what one process drops. Whatever else draws, draws the same on every rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from slapo_py.distributed.masks import attention
 from slapo_py.layouts import local
-from slapo_py.layouts.nodes import name_of, tensors_of
-from slapo_py.layouts.placement import Partial, Placement, Shard, split
+from slapo_py.layouts.nodes import name_of, slots_of, tensors_of
+from slapo_py.layouts.placement import Partial, Placement, R, Shard, split
 from slapo_py.layouts.signatures import Signature
 from slapo_py.layouts.table import canonical
 
@@ -37,8 +37,8 @@ def computed(node: fx.Node, given: list[Arguments], signature: Signature | None)
     if needs == "embedding":
         return local.embedding_in_lock_step(given)
     if needs == "cross_entropy":
-        return local.cross_entropy_in_lock_step(given)
-    if signature is not None and _drops(node, given[0][1]):
+        return local.cross_entropy_in_lock_step(node.target, given)  # type: ignore[arg-type]
+    if signature is not None and _drops(node, given[0]):
         return _dropped(node, given, signature.outputs[0])
     state = torch.get_rng_state()
     found = [called(node, *given[0])]
@@ -57,43 +57,59 @@ def called(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _drops(node: fx.Node, kwargs: Mapping[str, Any]) -> bool:
+_DROPOUT = ("input", "p", "training", "inplace")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _drops(node: fx.Node, given: Arguments) -> bool:
+    args, kwargs = given
     if canonical(name_of(node)) == "dropout":
         return True
-    return name_of(node) == "scaled_dot_product_attention" and bool(kwargs.get("dropout_p"))
+    named = {**dict(zip(_ATTENTION, args)), **kwargs}
+    return name_of(node) == "scaled_dot_product_attention" and bool(named.get("dropout_p"))
 
 
 def _dropped(node: fx.Node, given: list[Arguments], placement: Placement) -> Parts:
     """Dropout with one mask for all ranks, drawn at the whole shape."""
     if name_of(node) == "scaled_dot_product_attention":
         return _dropped_attention(node, given, placement)
-    (result,) = tensors_of(node)
-    first, kwargs = given[0]
-    p: Any = kwargs.get("p", first[1] if len(first) > 1 else 0.5)
-    training: Any = kwargs.get("training", first[2] if len(first) > 2 else True)
-    inputs = [args[0] for args, _ in given]
-    masks = _masks(tuple(result.shape), placement, inputs, p, training)
-    return [one * mask for one, mask in zip(inputs, masks)]
+    named = [{**dict(zip(_DROPOUT, args)), **kwargs} for args, kwargs in given]
+    first, inputs = named[0], [one["input"] for one in named]
+    p, training = first.get("p", 0.5), first.get("training", first.get("train", True))
+    if not training:
+        return [called(node, *one) for one in given]
+    masks = _masks(_ones(slots_of(node)[0].meta["val"], inputs[0].dtype), placement, inputs, p)
+    writes = first.get("inplace", False) or name_of(node) == "dropout_"
+    return [one.mul_(mask) if writes else one * mask for one, mask in zip(inputs, masks)]
 
 
-def _masks(
-    shape: tuple[int, ...], placement: Placement, like: Sequence[Tensor], p: float, training: bool = True
-) -> list[Tensor]:
-    """What each rank multiplies by. Ranks with tensors of other shapes than they should have draw masks of these."""
-    whole = F.dropout(torch.ones(shape, dtype=like[0].dtype), p, training)
+def _ones(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Ones with the shape and strides of a tensor: numbers may be drawn in the order in which elements lie."""
+    if not like.numel():
+        return torch.ones(like.shape, dtype=dtype)
+    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride()))
+    return torch.ones(int(last) + 1, dtype=dtype).as_strided(like.shape, like.stride())
+
+
+def _masks(ones: Tensor, placement: Placement, like: Sequence[Tensor], p: float) -> list[Tensor]:
+    """What each rank multiplies by. Ranks with tensors of other shapes than they should have draw masks of these.
+
+    ones: as the whole tensor lies.
+    """
+    whole = F.dropout(ones, p)
     shard = placement if isinstance(placement, Shard) else None
     masks = [whole] * len(like) if shard is None else split(whole, shard, len(like))
     fitting = [mask if mask.shape == one.shape else None for mask, one in zip(masks, like)]
-    return [F.dropout(torch.ones_like(one), p, training) if mask is None else mask for mask, one in zip(fitting, like)]
+    return [F.dropout(torch.ones_like(one), p) if mask is None else mask for mask, one in zip(fitting, like)]
 
 
 def _dropped_attention(node: fx.Node, given: list[Arguments], placement: Placement) -> Parts:
     (result,) = tensors_of(node)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    named = [{**dict(zip(names, args)), **kwargs} for args, kwargs in given]
-    length = _length(node)
+    named = [{**dict(zip(_ATTENTION, args)), **kwargs} for args, kwargs in given]
     like = [one["query"].new_empty((*one["query"].shape[:-1], one["key"].shape[-2])) for one in named]
-    masks = _masks((*tuple(result.shape)[:-1], length), placement, like, named[0]["dropout_p"])
+    features = isinstance(placement, Shard) and placement.dim == result.dim() - 1  # each rank has all weights
+    ones = torch.ones((*result.shape[:-1], _length(node)), dtype=like[0].dtype)
+    masks = _masks(ones, R if features else placement, like, named[0]["dropout_p"])
     plain = [{key: value for key, value in one.items() if key != "dropout_p"} for one in named]
     return [attention(**one, noise=noise) for one, noise in zip(plain, masks)]
 

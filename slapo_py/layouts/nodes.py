@@ -123,6 +123,14 @@ def outputs_of(graph: fx.Graph) -> list[fx.Node]:
     return found
 
 
+def numbers_of(node: fx.Node) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    """The same of all arguments of a node; a place begins with a position, or with a name."""
+    yield from numbers(node.args)
+    for name, value in node.kwargs.items():
+        for place, found in numbers(value):
+            yield (name, *place), found
+
+
 def numbers(value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
     """The whole numbers in the arguments of a node, literal or computed, by where they stand."""
     if isinstance(value, tuple | list):

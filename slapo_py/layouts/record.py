@@ -5,25 +5,52 @@ of each node on fake tensors; where a tensor enters or leaves a submodule there 
 "at a module border" is a property of a node, and a size that is read inside a module is read below its border; whole
 numbers that a forward reads from modules remember where they come from, so that a size literal leads to the attribute
 that has to change.
+
+`meta["call"]` numbers what was called, in the order of the run, so that another run of the same forward, at a rank's
+sizes (`on_a_rank.py`), finds the node that stands for the same call. `meta["draws"]` is there where random numbers are
+drawn.
 """
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from slapo_py.layouts.borders import ENTER, EXIT, border, tensors_at
+from slapo_py.layouts.modes import note_modes
 from slapo_py.layouts.owned import Owner, owned
+from slapo_py.layouts.random_calls import RandomCalls
 from slapo_py.layouts.rewritten import Rewritten, marks_of
 from slapo_py.tracing import trace_of
 from slapo_py.tracing.capture import Capture
+from slapo_py.tracing.recorder import Call
+from slapo_py.tracing.sandbox import Fakes
 from slapo_py.tracing.values import map_tensors
 
 if TYPE_CHECKING:
     from slapo_py.schedule import Schedule
     from slapo_py.tracing import Tracer
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A node as it was logged: its arguments, with names for nodes."""
+
+    node: fx.Node
+    args: Any
+    kwargs: Any
+
+
+def taken(graph: fx.Graph) -> list[Taken]:
+    """All nodes of a graph as they are now."""
+
+    def name(one: fx.Node) -> str:
+        return f"%{one.name}"
+
+    return [Taken(one, fx.map_arg(one.args, name), fx.map_arg(one.kwargs, name)) for one in graph.nodes]
 
 
 class Recording(Capture):
@@ -35,6 +62,28 @@ class Recording(Capture):
         """What runs in place of the forward of a module, by its path."""
         self.computed: set[Owner] = set()
         """The attributes with whose numbers a forward has computed."""
+        self.calls = 0
+        """How many calls of torch, and crossings of borders, there have been."""
+        self.random = RandomCalls()
+        self.drawn = 0
+        """How many random operations there had been before the last call."""
+        self.given: tuple[Call, Fakes, bool] | None = None
+        """What it was run with: the call, the fakes, and whether in training."""
+        self.evaluation: tuple[Recording | None] | None = None
+        """The same in evaluation mode, if it has been asked for; None in it where that is no other."""
+        self.taken: list[Taken] = []
+        """All that was logged, before anything was left out."""
+
+    def calling(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        self.drawn = self.random.count
+        return args, kwargs
+
+    def called(self, node: fx.Node, out: Any) -> Any:
+        node.meta["call"] = self.calls
+        if self.random.count > self.drawn:
+            node.meta["draws"] = True
+        return out
 
     def bind(self, value: Any, node: Any) -> Any:
         if isinstance(node, fx.Node) and isinstance(value, Tensor | tuple | list):
@@ -55,15 +104,17 @@ class Recording(Capture):
 
     def cross(self, tensor: Tensor, side: str, path: str, index: int) -> Tensor:
         """The tensor behind a border."""
+        self.calls += 1
         node = self.graph.call_function(border, (self.arg(tensor), side, path, index))
-        node.meta["within"] = path
+        node.meta.update(within=path, call=self.calls)
         return self.bind(self.quiet(tensor.view_as, tensor), node)  # type: ignore[no-any-return]
 
     def _forward(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def bordered(root: nn.Module, *given: Any, **named: Any) -> Any:  # the whole has borders, too
             given, named = self.entered(given, named)
             instead = self.instead("")
-            return self.left(instead(*given, **named) if instead else forward(root, *given, **named))
+            with self.random:
+                return self.left(instead(*given, **named) if instead else forward(root, *given, **named))
 
         return super()._forward(bordered, args, kwargs)
 
@@ -87,9 +138,12 @@ def record(place: "Schedule", training: bool = True, tracer: "Tracer | None" = N
             full = ".".join(filter(None, (place.path, path)))
             marks = marks_of(module, tracer.call(full), tracer.recording.fakes, trace)
             made.rewritten[path] = Rewritten(made, path, module, trace, marks)
-    made.run(call, tracer.recording.fakes, training)
+    made.given = (call, tracer.recording.fakes, training)
+    made.run(*made.given)
+    made.taken = taken(made.graph)
     _complete(made.graph)
     _spread(made.graph)
+    note_modes(made.graph)
     made.graph.eliminate_dead_code(lambda node: _has_effect(node))
     return made
 
@@ -122,7 +176,8 @@ def _mapped(value: Any, each: Callable[[fx.Node], Any]) -> Any:
     if isinstance(value, fx.Node):
         return each(value)
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(one, each) for one in value)
+        items = [_mapped(one, each) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         return {key: _mapped(one, each) for key, one in value.items()}
     return value

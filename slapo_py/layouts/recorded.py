@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from slapo_py.codec import PerRank
 from slapo_py.errors import PlacementError
 from slapo_py.layouts.nodes import is_border, shape_of
 from slapo_py.layouts.placement import Placement
@@ -84,16 +83,8 @@ def _rows(node: fx.Node) -> Rows:
 
 
 def divided_of(root: "Root") -> dict[str, dict[str, str]]:
-    """The attributes that `build` divides over a mesh axis: path -> name -> axis; the last value wins."""
-    found: dict[str, dict[str, str]] = {}
-    for step in root.history:
-        if step.primitive == "configure":
-            for name, value in step.kwargs.items():
-                held = found.setdefault(step.path, {})
-                held.pop(name, None)
-                if isinstance(value, PerRank):
-                    held[name] = value.axis
-    return found
+    """The attributes that `build` divides over a mesh axis, by path and name; what is returned is the caller's."""
+    return {path: dict(names) for path, names in root.divided.items()}
 
 
 def divided_on(root: "Root", axis: str) -> dict[str, set[str]]:

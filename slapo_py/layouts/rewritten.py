@@ -16,7 +16,7 @@ from torch.amp import autocast_mode
 
 from slapo_py.errors import TraceError
 from slapo_py.layouts.borders import ENTER, EXIT, Border, tensors_at
-from slapo_py.layouts.lines import has_line, line_for
+from slapo_py.layouts.lines import has_line, rule_for
 from slapo_py.layouts.owned import Owned, owned
 from slapo_py.scheduled import bare
 from slapo_py.tracing.capture import Capture
@@ -154,7 +154,7 @@ class Rewritten:
 
             def make(a: Any, k: Any) -> fx.Node:
                 node = recording.graph.call_function(function, a, k)
-                node.meta["line"] = line_for(function, args, kwargs)
+                node.meta["rule"] = rule_for(function, args, kwargs)
                 return node
 
             return recording.call_opaque(make, function, args, kwargs)
@@ -179,7 +179,7 @@ class Rewritten:
             return slice(*(self._filled(reader, one, place) for one in (given.start, given.stop, given.step)))
         owner = self.marks.owners.get(reader.name, {}).get(place)
         if owner is not None and type(given) is int:
-            return Owned(given, (_joined(self.path, owner[0]), owner[1]))
+            return self.recording.attribute(_joined(self.path, owner[0]), owner[1], given)
         return given
 
     def _read(self, node: fx.Node, reader: fx.Node) -> Any:

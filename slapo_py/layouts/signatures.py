@@ -29,6 +29,7 @@ from slapo_py.layouts.labels import Labelled, Labels, labelled
 from slapo_py.layouts.operation import Operation, TensorSpec
 from slapo_py.layouts.placement import P, Partial, Placement, R, Shard
 from slapo_py.layouts.shapes import Blocks, divides, is_move, moves, takes_all
+from slapo_py.layouts.table import Rule
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Signature:
 
 
 def signatures(
-    operation: Operation, ranks: int, blocks: Iterable[Blocks] = (1,), line: str | None = None
+    operation: Operation, ranks: int, blocks: Iterable[Blocks] = (1,), line: str | Rule | None = None
 ) -> list[Signature]:
     """Every legal signature of an operation over `ranks` ranks; the replicated one comes last.
 
     blocks: the block patterns to try for a split dim, besides a plain one: those that the inputs have.
-    line: the labels of an operation that the table doesn't know (a fused kernel's `placement`).
+    line: the labels of an operation that the table doesn't know (a fused kernel's `placement`), or its rule.
     Raises `PlacementError` if that line doesn't fit.
     """
     patterns = list(dict.fromkeys((1, *blocks)))

@@ -171,13 +171,18 @@ class _Run:
 
         args, kwargs = fx.map_arg(node.args, pick), fx.map_arg(node.kwargs, pick)
         for place, size in self.typing.resized.get(node, {}).items():
-            args = with_value(args, place, size.needs)
+            args, kwargs = with_size((args, kwargs), place, size.needs)
         return tuple(args), dict(kwargs)
 
 
-def with_value(args: Any, place: tuple[int, ...], value: int) -> Any:
-    """Nested arguments with one of them replaced."""
-    index, rest = place[0], place[1:]
-    changed = list(args)
-    changed[index] = with_value(args[index], rest, value) if rest else value
-    return tuple(changed)
+def with_size(given: tuple[Any, Any], place: tuple[int | str, ...], size: int) -> tuple[Any, Any]:
+    """Positional and named arguments with one number in them replaced."""
+    args, kwargs = given
+    return (args, _with(kwargs, place, size)) if isinstance(place[0], str) else (_with(args, place, size), kwargs)
+
+
+def _with(held: Any, place: tuple[int | str, ...], size: int) -> Any:
+    key: Any = place[0]
+    changed = dict(held) if isinstance(held, dict) else list(held)
+    changed[key] = _with(held[key], place[1:], size) if place[1:] else size
+    return changed if isinstance(held, dict) else tuple(changed)

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import fx
 
-from slapo_py.layouts.nodes import name_of, numbers, operation_of, shape_of, tensors_of
-from slapo_py.layouts.placement import Shard, local_shape
+from slapo_py.layouts.nodes import name_of, numbers_of, operation_of, shape_of, tensors_of
+from slapo_py.layouts.owned import Owned
+from slapo_py.layouts.placement import Shard, balanced, local_shape
 from slapo_py.layouts.shapes import is_move
 from slapo_py.layouts.signatures import Signature
 from slapo_py.layouts.state import Resize, Typing
@@ -14,19 +15,22 @@ from slapo_py.layouts.table import canonical
 
 _SIZED = {"view", "reshape", "unflatten", "expand", "broadcast_to"}  # `flatten` and `squeeze` are given dims
 
-Place = tuple[int, ...]
-"""Where a number stands in the arguments of a node."""
+_NAMES = {"size", "shape", "sizes", "split_size", "split_size_or_sections"}
+
+Place = tuple[int | str, ...]
+"""Where a number stands in the arguments of a node: a position or a name, and positions within lists."""
 
 
 def sizes_of(node: fx.Node, made: bool = False) -> list[tuple[Place, Any]]:
     """The numbers in a node's arguments that are sizes of its results. made: it fills a constant."""
-    name, given = canonical(name_of(node)), list(numbers(node.args))
+    name = canonical(name_of(node))
+    given = [one for one in numbers_of(node) if isinstance(one[0][0], int) or one[0][0] in _NAMES]
     if name == "unflatten":
-        return [one for one in given if one[0][0] == 2]
+        return [one for one in given if one[0][0] in (2, "sizes")]
     if name in _SIZED or made:
         wanted = len(shape_of(node)) if given else 0
         return given[-wanted:] if given and len(given) >= wanted else []
-    return [one for one in given if one[0][0] == 1] if name == "split" else []
+    return [one for one in given if one[0][0] != 2] if name == "split" else []
 
 
 def local_size_read(typing: Typing, node: fx.Node) -> Any:
@@ -38,13 +42,22 @@ def local_size_read(typing: Typing, node: fx.Node) -> Any:
         if name == "numel":
             return math.prod(local)
         return local if name == "getattr" or len(node.args) < 2 else local[node.args[1]]  # type: ignore[index]
-    return node.target(*fx.map_arg(node.args, lambda one: typing.local[one]))  # type: ignore[operator]
+    return node.target(*fx.node.map_aggregate(node.args, lambda one: local_number(typing, one)))  # type: ignore[operator]
+
+
+def local_number(typing: Typing, value: Any) -> Any:
+    """A number as a rank has it: computed from sizes, read from an attribute, or the same for all."""
+    if isinstance(value, fx.Node):
+        return typing.local.get(value, value.meta.get("int"))
+    if not isinstance(value, Owned):
+        return value
+    return balanced(int(value), typing.ranks)[0] if value.owner in typing.divided else int(value)
 
 
 def wrong_sizes(typing: Typing, node: fx.Node, one: Signature) -> dict[Place, Resize]:
     """The sizes in a node's arguments that would be wrong on a rank."""
     name, found, ranks = canonical(name_of(node)), dict[Place, Resize](), typing.ranks
-    given = list(numbers(node.args))
+    given = list(numbers_of(node))
     if not given:
         return {}
 

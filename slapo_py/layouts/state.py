@@ -1,6 +1,6 @@
 """What inference finds out about a flat recording on one mesh axis."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import fx
 
 from slapo_py.layouts.conversions import how
 from slapo_py.layouts.nodes import is_border, name_of
+from slapo_py.layouts.owned import Owner
 from slapo_py.layouts.placement import Placement
 from slapo_py.layouts.signatures import Signature
 
@@ -133,9 +134,11 @@ class Typing:
     grad_on_edge: dict[Edge, Conversion] = field(default_factory=dict)
     gradient: dict[fx.Node, Placement] = field(default_factory=dict)
     reduced: list[fx.Node] = field(default_factory=list)
-    resized: dict[fx.Node, dict[tuple[int, ...], Resize]] = field(default_factory=dict)
+    resized: dict[fx.Node, dict[tuple[int | str, ...], Resize]] = field(default_factory=dict)
     made_local: dict[fx.Node, Placement] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    divided: MutableSet[Owner] = field(default_factory=set)
+    """The attributes of which a rank has its part: those that are divided, and those that have to be."""
     local: dict[fx.Node, Any] = field(default_factory=dict)
     """What a rank sees of sizes."""
 

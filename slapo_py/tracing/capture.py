@@ -183,6 +183,7 @@ class Capture(Tape, TorchFunctionMode):
                 f"the forward reads the value of a tensor ({name}) at {where()}, and a graph can't depend on data: "
                 "write it with tensors (torch.where, a mask), or trace the modules below this one instead"
             )
+        args, kwargs = self.calling(args, kwargs)
         out = self.quiet(func, *args, **kwargs)
         if name == "__get__":
             return self._property(func.__self__.__name__, args[0], out)
@@ -218,6 +219,7 @@ class Capture(Tape, TorchFunctionMode):
             node = self.graph.call_function(func, a, k)
         node.meta["where"] = where()
         node.meta["within"] = self.within
+        out = self.called(node, out)
         in_place = (
             sets
             or "out" in kwargs

@@ -92,6 +92,14 @@ class Tape(Bindings):
         """What a forward sees of an attribute that it reads of a module."""
         return value
 
+    def calling(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """What the next call of torch gets."""
+        return args, kwargs
+
+    def called(self, node: fx.Node, out: Any) -> Any:
+        """What this call gives, which `node` stands for."""
+        return out
+
     def quiet(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function whose torch-level calls are not logged."""
         was, self.active = self.active, False
@@ -104,6 +112,7 @@ class Tape(Bindings):
         self, make: Callable[[Any, Any], fx.Node], function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """One node for a call that is not looked into."""
+        args, kwargs = self.calling(args, kwargs)
         given = frozenset(map(id, tensors((args, kwargs))))
         node = make(self.arg(tuple(args)), self.arg(dict(kwargs)))
         node.meta["where"] = where()
@@ -113,6 +122,7 @@ class Tape(Bindings):
             out = self.quiet(function, *args, **kwargs)
         finally:
             self.inside = False
+        out = self.called(node, out)
         self.children[node] = None if isinstance(out, Tensor) else structure_of(out)
         return self.quiet(self.bind_result, out, node, given)
 

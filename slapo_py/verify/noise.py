@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from slapo_py.layouts.random_calls import draws
+
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
-_RANDOM = torch.Tag.nondeterministic_seeded
 
 
 def doubled(tensor: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class Exact(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if _draws(func, args, kwargs):
+        if draws(func, args, kwargs):
             return self._drawn(func, args, kwargs)
         if kwargs.get("dtype") in _LOW:
             kwargs["dtype"] = torch.float64
@@ -58,17 +59,6 @@ class Exact(TorchDispatchMode):
 
 def _dtypes(args: Any) -> bool:
     return any(isinstance(one, torch.dtype) for one in args)
-
-
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call draws random numbers: attention without dropout carries the tag, too."""
-    if _RANDOM not in func.tags:
-        return False
-    names = [one.name for one in func._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    index = names.index("dropout_p")
-    return bool(args[index] if index < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def _writes(func: Any) -> bool:
@@ -96,7 +86,7 @@ class Noisy(TorchDispatchMode):
         schema = func._schema
         if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
             return out
-        if _draws(func, args, kwargs or {}):
+        if draws(func, args, kwargs or {}):
             return out
         return tree_map(self.moved, out)
 

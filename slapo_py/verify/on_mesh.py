@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from slapo_py.distributed.mesh import DATA
 from slapo_py.errors import ArgumentError
 from slapo_py.layouts.as_written import Inputs, Program, Ranks, program
-from slapo_py.layouts.axes import refuse
-from slapo_py.layouts.recorded import divided_on
+from slapo_py.layouts.axes import refuse, used_axes
 from slapo_py.layouts.state import Fault
 from slapo_py.layouts.syncs import placements_of, reduced_of
 from slapo_py.tracing.recorder import normalize_inputs
@@ -51,28 +50,24 @@ def sizes_of(sch: "Schedule", where: str, mesh: Any, simulate: bool) -> dict[str
     for axis in split:
         if axis != DATA:
             refuse(sch.root, where, axis)
+    used = used_axes(sch.root)
     if simulate and len(split) > 1:
+        lines = [f'verify(mesh={{"{axis}": {size}}}, simulate=True)' for axis, size in split.items() if axis in used]
+        write = f"Write {' or '.join(lines)}, or leave" if lines else "Leave"
         raise ArgumentError(
             f"{where}: one axis of a mesh can be simulated at a time, and {' and '.join(split)} have more than one "
-            f"rank. Write mesh={dict([next(iter(split.items()))])}, or leave simulate=True out, for processes."
+            f"rank. {write} simulate=True out, for processes."
         )
     if sch.path:
         raise ArgumentError(
             f"{where}: how the tensors that enter a module lie on the ranks is known for the whole model alone. Write "
             f"sch.verify(mesh={sizes}) at the root."
         )
-    return {axis: size for axis, size in split.items() if is_used(sch, axis) or (axis == DATA and not simulate)}
+    return {axis: size for axis, size in split.items() if axis in used or (axis == DATA and not simulate)}
 
 
 def _is_size(size: Any) -> bool:
     return isinstance(size, int) and not isinstance(size, bool) and size > 0
-
-
-def is_used(sch: "Schedule", axis: str) -> bool:
-    root = sch.root
-    synced = any(one.axis == axis for here in root.syncs.values() for one in here.values())
-    divided = any(divided_on(root, axis).values())
-    return bool(synced or divided or placements_of(root, axis) or reduced_of(root, axis))
 
 
 class OnMesh:
@@ -88,7 +83,7 @@ class OnMesh:
     @property
     def axes(self) -> list[str]:
         """Those that the schedule says something of; one in any case."""
-        return [one for one in self.sizes if is_used(self.sch, one)] or list(self.sizes)[:1]
+        return [one for one in self.sizes if one in used_axes(self.sch.root)] or list(self.sizes)[:1]
 
     def __str__(self) -> str:
         ((axis, ranks),) = self.sizes.items()
@@ -111,12 +106,16 @@ class OnMesh:
         return plain and not any(one.inference or one.training is None for one in scenario.calls)
 
     def row(self, trial: Trial) -> Row | None:
-        """The grade of a scenario, or None where even the original can't run it, or the schedule can't for its size."""
+        """The grade of a scenario, or None where the original can't run it, or the schedule raises for its size.
+
+        A schedule that gives other numbers at another size, and doesn't raise, is wrong.
+        """
         if trial.left_out:
             return None
         run = self.run(trial)
         row = trial.graded(run.results, run.module, ASIDE)
-        return None if row.grade == BUG and self._unfit(trial.scenario) else row
+        raised = row.grade == BUG and run.results[0].error is not None
+        return None if raised and self._unfit(trial.scenario) else row
 
     def left_out(self, trial: Trial) -> str:
         """Why a scenario has no grade."""

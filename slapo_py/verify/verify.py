@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from slapo_py.errors import ArgumentError, NoExampleInputs, VerificationError
-from slapo_py.layouts.axes import axes_of
+from slapo_py.layouts.axes import used_axes
 from slapo_py.tracing.recorder import Inputs, normalize_inputs
 from slapo_py.verify.blame import Blame, accused
 from slapo_py.verify.compiled import code_forgotten
 from slapo_py.verify.differences import BUG, UNCOVERED
-from slapo_py.verify.on_mesh import OnMesh, is_used, sizes_of
+from slapo_py.verify.on_mesh import OnMesh, sizes_of
 from slapo_py.verify.on_ranks import OnRanks
 from slapo_py.verify.place import calls_of, original_at
 from slapo_py.verify.report import Report, Row
@@ -121,7 +121,7 @@ class OneDevice:
 
     def notes(self) -> list[str]:
         """What a reader of the report should know."""
-        axes = [one for one in axes_of(self.sch.root) if is_used(self.sch, one)]
+        axes = used_axes(self.sch.root)
         if not axes:
             return []
         sizes = ", ".join(f'"{axis}": 2' for axis in axes)

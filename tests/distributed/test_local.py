@@ -16,11 +16,14 @@ from slapo_py.distributed.embedding import embedding
 from slapo_py.distributed.once import added_once
 from slapo_py.distributed.traffic import counted
 from slapo_py.errors import PlacementError
-from slapo_py.kernels.parallel_cross_entropy import FUSED
+from slapo_py.kernels import find_kernel
 from slapo_py.layouts.placement import balanced
 from tests.ranks import Ranks
 
 FOUR = Axis("none", 4, 1)
+OF_KERNEL = find_kernel("cross_entropy").classes
+assert OF_KERNEL is not None
+FUSED = Slice(OF_KERNEL.parts, OF_KERNEL.gradient)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from slapo_py.layouts.operation import Operation, TensorSpec
 from slapo_py.layouts.placement import Partial, Placement, Replicate, Shard, join, split
 from slapo_py.layouts.shapes import is_move, rank_arguments
 from slapo_py.layouts.signatures import Signature
+from slapo_py.layouts.table import Rule
 
 Function = Callable[..., Any]
 
@@ -21,15 +22,15 @@ Function = Callable[..., Any]
 class Case:
     """One call of a torch operation, with real tensors in its arguments.
 
-    line: of a fused kernel. called: its name, where the function's own is another. frozen: which tensors, by number,
-    the operation gives no gradient. tolerance: absolute and relative; float32 inside needs more.
+    line: of a fused kernel, or its rule. called: its name, where the function's own is another. frozen: which tensors,
+    by number, the operation gives no gradient. tolerance: absolute and relative; float32 inside needs more.
     """
 
     name: str
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
-    line: str | None = None
+    line: str | Rule | None = None
     called: str = ""
     frozen: tuple[int, ...] = ()
     tolerance: float = 1e-9

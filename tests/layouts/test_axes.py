@@ -1,5 +1,8 @@
 """Schedules on several mesh axes: each is looked at by itself, and one that splits a part splits what is left of it."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +12,8 @@ import slapo_py as slapo
 from slapo_py.errors import ArgumentError, PlacementError
 from slapo_py.layouts.axes import axes_of, outer_of, part_shape, splits_of
 from slapo_py.layouts.placement import S, split
+from slapo_py.layouts.recorded import divided_of, divided_on
+from slapo_py.primitive import TABLE
 from tests.layouts.plans import PLANS
 
 
@@ -48,6 +53,59 @@ def test_the_axes_of_a_schedule() -> None:
     sch["up"].reduce_grad("weight", axis="cp").sync("input", None, grad="all_reduce", axis="dp")
     sch["up"].configure(in_features=slapo.per_rank("pp"))
     assert axes_of(sch.root) == ["ep", "tp", "cp", "dp", "pp"]
+
+
+def test_an_axis_of_random_numbers_is_used() -> None:
+    sch = schedule()
+    sch["up"].fork_rng("sp")
+    assert axes_of(sch.root) == ["sp"] and sch.check("sp") == []
+    with pytest.raises(ArgumentError, match='no step uses the mesh axis "tp"; the schedule uses "sp"'):
+        sch.check("tp")
+
+
+def test_an_axis_that_divides_no_more_is_not_used() -> None:
+    sch = schedule("tp")
+    sch["up"].configure(in_features=slapo.per_rank("pp"))
+    assert axes_of(sch.root) == ["tp", "pp"]
+    sch["up"].configure(in_features=8)
+    assert axes_of(sch.root) == ["tp"] and not divided_on(sch.root, "pp")["up"]
+    assert axes_of(sch.undo().root) == ["tp", "pp"] and axes_of(sch.undo().root) == ["tp"]
+
+
+@pytest.fixture
+def composite() -> Iterator[None]:
+    """A primitive that does two steps and fails if asked to."""
+    before = dict(TABLE)
+
+    @slapo.register("divide_width")
+    class DivideWidth(slapo.Primitive):
+        """Divide a width over an axis."""
+
+        def check(self, place: slapo.Schedule, fails: bool = False) -> None:
+            """Nothing is asked for."""
+
+        def apply(self, place: slapo.Schedule, fails: bool = False) -> None:
+            place["up"].shard("weight", "bias", dim="out").configure(out_features=slapo.per_rank("tp"))
+            if fails:
+                raise ValueError("no")
+
+    yield
+    TABLE.clear()
+    TABLE.update(before)
+    delattr(slapo.Schedule, "divide_width")
+
+
+@pytest.mark.usefixtures("composite")
+def test_what_a_larger_step_divides_is_divided() -> None:
+    sch: Any = schedule()
+    with pytest.raises(ValueError, match="no"):
+        sch.divide_width(fails=True)
+    assert divided_of(sch.root).get("up", {}) == {}
+    sch.divide_width()
+    assert len(sch.history) == 1 and divided_of(sch.root) == {"up": {"out_features": "tp"}}
+    other = slapo.create_schedule(sch.original, sch.root.example_inputs)
+    assert divided_of(sch.history.replay(other).root) == divided_of(sch.root)
+    assert divided_of(sch.undo().root) == {}
 
 
 def test_the_earlier_step_is_the_outer_axis() -> None:

@@ -80,6 +80,8 @@ def mlp(kind: type[Mlp] = Mlp, *, up: bool = True, down: bool = True) -> slapo.S
     sch = slapo.create_schedule(kind(), (torch.randn(4, 6, 16),))
     sch["up"].shard("weight", "bias", dim="out")
     sch["down"].shard("weight", dim="in")
+    if kind is Mlp:
+        sch["drop"].fork_rng()  # of what is split
     if up:
         sch["up"].sync("input", None, grad="all_reduce")
     if down:

@@ -93,7 +93,7 @@ WRITTEN = "elements of it are written in place: each rank would write at the sam
 REFUSED: dict[Forward, str] = {
     a_number_of_a_divided_attribute: BOTH,
     the_same_by_another_name: BOTH,
-    a_size_worked_out_from_it: BOTH,
+    a_size_worked_out_from_it: "works out from a value that is whole on a rank, .*view.rows, length, self.heads, -1.",
     a_tensor_divided_by_it: BOTH,
     a_module_called_on_split_and_whole: BOTH,
     an_element_written: f'output 0 of "up" is S.2., and {WRITTEN}',

@@ -11,9 +11,9 @@ from slapo_py.errors import PlacementError
 from slapo_py.kernels import Form, Kernel, find_kernel, list_kernels, register_kernel, unregister_kernel
 from slapo_py.kernels.rope import rope_by_broadcast
 from slapo_py.layouts.labels import labelled
-from slapo_py.layouts.lines import has_line, line_for
+from slapo_py.layouts.lines import has_line, rule_for
 from slapo_py.layouts.signatures import from_labels, signatures
-from tests.layouts.cases import mask, real, t
+from tests.layouts.cases import ids, mask, real, t
 from tests.layouts.oracle import Case, fault, spec
 
 norm, add_norm, drop_norm = (find_kernel(name) for name in ("layer_norm", "add_layer_norm", "dropout_add_layer_norm"))
@@ -25,12 +25,13 @@ def op(kernel: str, form: str) -> Any:
 
 
 def case(function: Any, *args: Any, called: str = "", **kwargs: Any) -> Case:
-    line = line_for(function, args, kwargs)
-    return Case(called or function.__name__, function, args, kwargs, line, function.__name__, tolerance=1e-5)
+    rule = rule_for(function, args, kwargs)
+    return Case(called or function.__name__, function, args, kwargs, rule, function.__name__, tolerance=1e-5)
 
 
 X, Y, W, B = real(4, 6, 8), real(4, 6, 8), real(8), real(8)
 SCORES = real(4, 6, 5, 8)
+LABELS, IN_RANGE = torch.tensor([0, 7, -100, 3]), torch.tensor([0, 7, 3, 1])
 Q, K = real(2, 12, 5, 8), real(2, 6, 5, 8)
 ANGLES = (real(2, 5, 8), real(2, 5, 8))
 CASES = [
@@ -59,6 +60,20 @@ CASES = [
     case(find_kernel("rope").op, Q, K, *ANGLES, True, called="rope, interleaved"),
     case(rope_by_broadcast, Q, K, *(one[:, None] for one in ANGLES)),
     case(rope_by_broadcast, Q, K, real(2, 1, 5, 8), real(5, 8), called="rope of two shapes"),
+    case(find_kernel("cross_entropy").op, real(4, 9), LABELS),
+    case(find_kernel("cross_entropy").op, real(4, 9), LABELS, reduction="none", called="cross_entropy of each"),
+    case(
+        find_kernel("cross_entropy").op,
+        real(4, 9),
+        IN_RANGE,
+        ignore_index=3,
+        reduction="sum",
+        called="cross_entropy, summed",
+    ),
+    case(find_kernel("cross_entropy").op, real(9), LABELS[1], called="cross_entropy of a row"),
+    case(find_kernel("cross_entropy").op, real(4, 9, 2), ids(9, 4, 2), called="cross_entropy of images"),
+    case(find_kernel("cross_entropy").op, real(4, 9), LABELS, label_smoothing=0.1, called="cross_entropy, smoothed"),
+    case(find_kernel("cross_entropy").op, real(4, 9), LABELS, z_loss=0.1, called="cross_entropy with z loss"),
     case(find_kernel("masked_softmax").op, SCORES, real(4, 1, 5, 8)),
     case(find_kernel("masked_softmax").op, SCORES, mask(4, 1, 5, 8), None, 0.5, called="masked_softmax, boolean"),
     case(find_kernel("masked_softmax").op, SCORES, None, None, 0.5, called="softmax"),
@@ -100,10 +115,11 @@ def test_where_a_line_does_not_hold_only_whole_values_are_taken() -> None:
     ]
     assert [one.name for one in whole] == [
         "layer_norm over two dims", "layer_norm over two dims, with weight", "add_layer_norm_viewed",
-        "add_layer_norm_flat", "masked_softmax, causal",
+        "add_layer_norm_flat", "cross_entropy of images", "cross_entropy, smoothed", "cross_entropy with z loss",
+        "masked_softmax, causal",
     ]  # fmt: skip
-    assert line_for(find_kernel("softcap").op, (X, torch.tensor(3.0)), {}) == ""
-    assert line_for(find_kernel("masked_softmax").op, (SCORES, None, None, torch.tensor(3.0)), {}) == ""
+    assert rule_for(find_kernel("softcap").op, (X, torch.tensor(3.0)), {}).line == ""
+    assert rule_for(find_kernel("masked_softmax").op, (SCORES, None, None, torch.tensor(3.0)), {}).line == ""
 
 
 def doubled(x: Tensor) -> Tensor:
@@ -118,10 +134,24 @@ def test_a_kernel_gives_its_lines_and_takes_them_away() -> None:
     forms = (lambda x: x + x, Form(lambda x: x * 3, op=tripled, placement=""))
     register_kernel(Kernel("doubled", doubled, doubled, forms, placement="...h -> ...h"))
     try:
-        assert line_for(doubled, (t(2),), {}) == "...h -> ...h" and line_for(tripled, (t(2),), {}) == ""
+        assert rule_for(doubled, (t(2),), {}).line == "...h -> ...h" and rule_for(tripled, (t(2),), {}).line == ""
     finally:
         unregister_kernel("doubled")
     assert not has_line(doubled) and not has_line(tripled)
+
+
+def test_a_kernel_takes_no_line_of_another_away() -> None:
+    first = Kernel("first_doubled", doubled, doubled, (lambda x: x + x,), placement="...h -> ...h")
+    forms = (Form(lambda x: x * 3, op=tripled), Form(lambda x: x * 2, op=doubled, placement="h... -> h..."))
+    register_kernel(first)
+    try:
+        register_kernel(Kernel("second_doubled", tripled, tripled, forms))
+        assert rule_for(doubled, (t(2),), {}).line == "h... -> h..."
+        unregister_kernel("second_doubled")
+        assert rule_for(doubled, (t(2),), {}).line == "...h -> ...h" and not has_line(tripled)
+    finally:
+        unregister_kernel("first_doubled")
+    assert not has_line(doubled)
 
 
 def test_a_line_that_does_not_fit_is_refused() -> None:

@@ -75,7 +75,7 @@ def test_the_number_of_one_batch_is_a_fault(batch: int) -> None:
     assert check(by_hand("batch", batch)) == []
     found = [one.message for one in check(by_hand(2, 2))]
     assert len(found) == 2
-    assert found[0].startswith('input 0 of "1.up": parts=2 is the number of rows of the example\'s batch')
+    assert 'input 0 of "1.up": parts=2 is the number of rows of the example\'s batch' in found[0]
     assert found[0].endswith(
         'Write instead: sch["1.up"].sync("input", "all_gather", grad="reduce_scatter", dim=0, parts="batch")'
     )
@@ -86,7 +86,7 @@ def test_the_wrong_number_of_blocks_is_a_fault() -> None:
     sch["1.up"].root.syncs.pop("1.up")
     sch["1.up"].sync("input", "all_gather", grad="reduce_scatter", dim=0, parts=3)
     (found,) = check(sch)
-    assert found.message.startswith('all_gather on dim 0 at input 0 of "1.up": the value is S(0, blocks=2)')
+    assert 'all_gather on dim 0 at input 0 of "1.up": the value is S(0, blocks=2)' in found.message
 
 
 def test_it_is_refused_elsewhere() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from slapo_py.errors import PlacementError
 from slapo_py.kernels import find_kernel, list_kernels
 from slapo_py.layouts.labels import Labelled, labelled
+from slapo_py.layouts.lines import rule_for
 from slapo_py.layouts.operation import Operation, TensorSpec
 from slapo_py.layouts.placement import P, Partial, Placement, R, S
 from slapo_py.layouts.shapes import is_move, rank_arguments
@@ -320,7 +321,7 @@ def kernel_case(name: str) -> Case:
     given = kernel.example(4, 8, torch.float64, "cpu")
     # Without dropout: masks of parts are another matter.
     args = [one.detach() if isinstance(one, Tensor) else 0.0 if one == 0.1 else one for one in given]
-    return Case(name, kernel.op, tuple(args), line=kernel.placement, called=name, tolerance=1e-5)
+    return Case(name, kernel.op, tuple(args), line=rule_for(kernel.op, args, {}), called=name, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", list_kernels())
@@ -341,7 +342,7 @@ def test_lines_of_fused_kernels_split_what_they_name() -> None:
     # Heads of queries and of keys are split together or not at all: else one result would be whole beside a part.
     assert "S(1) S(1) R R | S(1) S(1) | S(1) S(1) | S(1) S(1) P P" in kinds["rope"]
     assert not any(one.startswith(("S(1) R", "R S(1)")) for one in kinds["rope"])
-    assert kinds["cross_entropy"] == {"R R | R | - | - -"}
+    assert kinds["cross_entropy"] == {"S(1) R | R | R | S(1) P | cross_entropy", "R R | R | - | - -"}
 
 
 def test_a_line_whose_label_no_result_has_is_a_sum() -> None:

@@ -148,3 +148,17 @@ def _raises(function: Callable[[], Any]) -> None:
         assert str(error) == "planted" and not hasattr(error, "__notes__")
     else:
         raise AssertionError("nothing was raised")
+
+
+def elsewhere(said: Path) -> None:
+    """One rank comes to the end of the script, and the other goes on with the next step."""
+    failures.PATIENCE, failures._LOOK = 1.0, 0.1
+    rank = dist.get_rank()
+    os.dup2(os.open(said / f"{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    made = engine(Fault("raise", 2))
+    step_of(made, "tiny", 0)
+    if rank == 0:
+        with failures.failing_together("the end of the script"):
+            dist.barrier()
+    else:
+        step_of(made, "tiny", 1)

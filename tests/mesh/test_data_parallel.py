@@ -57,12 +57,30 @@ class Wrapped(nn.Module):
         return Out(self.inner(x))
 
 
+class Chosen(Layers):
+    """Each rank runs its own of two blocks of one shape, or both in its own order; or runs one of them again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank = torch.distributed.get_rank() if self.training or self.kind != "one in training" else 0
+        if self.kind == "again" and rank == 0:  # with nothing to exchange in it: only backward runs it again
+            x = torch.utils.checkpoint.checkpoint(self.layers[0], x, use_reentrant=False).tanh()
+        elif self.kind == "again":
+            x = self.layers[0](x).tanh()
+        for index in {"other order": (rank, 1 - rank), "again": (1,)}.get(self.kind, (rank,)):
+            x = self.layers[index](x).tanh()
+        return self.head(x)
+
+
 def engine(model: nn.Module, loss: Any = None, mesh: Any = None, count: Any = len, **options: Any) -> Any:
+    options.setdefault("optimizer", partial(torch.optim.SGD, lr=0.1))
     return slapo.build(
         slapo.create_schedule(model, (ROWS,)),
         target="torch",
         mesh={DATA: 2} if mesh is None else mesh,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
         loss=loss or (lambda output, batch: output.square().sum()),
         count=count,
         **options,
@@ -148,14 +166,123 @@ def _scalar() -> bool:
     return _refuses(BuildError, match, lambda: engine(Scaled(), data_parallel="fsdp"))
 
 
+def _other_blocks(kind: str) -> bool:
+    torch.manual_seed(0)
+    made = engine(Chosen(kind), data_parallel="fsdp")
+    before = {name: one.clone() for name, one in made.state_dict().items()}
+    match = 'engine: the ranks of "dp" have run the blocks in different orders'
+    if kind == "one in training":
+        made.eval_step(mine())
+    else:
+        _refuses(EngineError, match, lambda: made.eval_step(mine()))
+    refused = _refuses(EngineError, match, partial(step, made))
+    return refused and all(torch.equal(one, before[name]) for name, one in made.state_dict().items())
+
+
+def _one_block() -> bool:
+    return _other_blocks("one")
+
+
+def _one_block_in_training() -> bool:
+    return _other_blocks("one in training")
+
+
+def _blocks_in_other_order() -> bool:
+    return _other_blocks("other order")
+
+
+def _of_whole_tensors() -> bool:
+    match = "the optimizer Adafactor looks at whole tensors, and a rank has only its part of 'layers.0.weight'"
+    optimizer = torch.optim.Adafactor
+    return _refuses(BuildError, match, lambda: engine(Layers(), optimizer=optimizer, data_parallel="fsdp"))
+
+
+def _split_head(optimizer: Any) -> Any:
+    sch = slapo.create_schedule(Layers(), (ROWS,))
+    sch["head"].shard("weight", "bias", dim="out")
+    sch.auto_sync("tp")
+    return slapo.build(
+        sch, target="torch", mesh={"tp": 2}, optimizer=optimizer, loss=lambda output, batch: output.sum(), count=len
+    )
+
+
+def _of_whole_tensors_that_are_split() -> bool:
+    match = "the optimizer Adafactor looks at whole tensors, and a rank has only its part of 'head.weight'"
+    return _refuses(BuildError, match, lambda: _split_head(torch.optim.Adafactor))
+
+
+def _descending() -> bool:
+    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=(DATA,))
+    return _refuses(BuildError, 'do not ascend along "dp"', lambda: engine(Layers(), mesh=mesh))
+
+
 @pytest.mark.parametrize(
     "case",
     [
         _other_parameters, _no_gradient, _broken_off, _norm_in_eval_mode, _norm_that_trains_later, _sparse, _scalar,
+        _descending, _one_block, _one_block_in_training, _blocks_in_other_order, _of_whole_tensors,
+        _of_whole_tensors_that_are_split,
     ],
 )  # fmt: skip
 def test_refused_by_all(case: Callable[[], bool], on_ranks: Run) -> None:
     assert on_ranks(2, case) == [True, True]
+
+
+def _accepted() -> list[str]:
+    made = [engine(Layers(), optimizer=torch.optim.Adafactor)]
+    for optimizer in (
+        torch.optim.AdamW,
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        partial(torch.optim.Adam, amsgrad=True),
+        _whole_ones_alone,
+    ):
+        made.append(_split_head(optimizer))
+        if optimizer is not _whole_ones_alone:
+            made.append(engine(Layers(), optimizer=optimizer, data_parallel="fsdp"))
+    return [type(one.optimizer).__name__ for one in made]
+
+
+class Two(torch.optim.Adafactor):
+    """Steps what is called a head as SGD does, and all else as Adafactor."""
+
+    def __init__(self, params: Any, plain: bool = False) -> None:
+        super().__init__(params)
+        for group in self.param_groups:
+            group.setdefault("plain", plain)
+
+    def step(self, closure: Any = None) -> Any:
+        groups = list(self.param_groups)
+        for group in groups:
+            if group["plain"]:
+                with torch.no_grad():
+                    for one in group["params"]:
+                        one -= 0.1 * one.grad
+        self.param_groups = [group for group in groups if not group["plain"]]
+        super().step()
+        self.param_groups = groups
+
+
+def _whole_ones_alone(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    heads, others = [], []
+    for name, one in named:
+        (heads if name.startswith("head") else others).append(one)
+    return Two([{"params": heads, "plain": True}, {"params": others}])
+
+
+def test_optimizers_that_go_with_parts(on_ranks: Run) -> None:
+    for found in on_ranks(2, _accepted):
+        assert found == ["Adafactor", "AdamW", "AdamW", "SGD", "SGD", "Adam", "Adam", "Two"]
+
+
+def _run_again() -> list[float]:
+    torch.manual_seed(0)
+    made = engine(Chosen("again"), data_parallel="fsdp")
+    return [float(step(made)) for _ in range(2)]
+
+
+def test_a_block_that_one_rank_runs_again_in_backward(on_ranks: Run) -> None:
+    first, second = on_ranks(2, _run_again)
+    assert first == second
 
 
 def _losses(kind: str, precision: str) -> list[float]:
@@ -222,6 +349,24 @@ def test_blocks_train_under_an_output_that_is_not_looked_into(on_ranks: Run) -> 
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def _rows_of() -> list[int]:
+    torch.manual_seed(0)
+    made = engine(Layers())
+    found = made.part({"x": torch.arange(5), "scale": torch.tensor(1.0)})
+    assert found["scale"] == 1
+    _refuses(EngineError, 'the batch has 1 row for 2 ranks of "dp"', lambda: made.part(torch.ones(1, 4)))
+    return found["x"].tolist()
+
+
+def test_the_part_of_a_batch(on_ranks: Run) -> None:
+    assert on_ranks(2, _rows_of) == [[0, 1, 2], [3, 4]]
+    alone = slapo.build(
+        slapo.create_schedule(Layers(), (ROWS,)), target="torch", optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=lambda output, batch: output.sum(), count=len,
+    )  # fmt: skip
+    assert alone.part(ROWS) is ROWS
+
+
 def _uncounted() -> float:
     torch.manual_seed(0)
     made = engine(Layers(), count=lambda batch: 4 if torch.distributed.get_rank() == 0 else 0)
@@ -234,13 +379,21 @@ def test_a_rank_without_a_counted_element_takes_part(on_ranks: Run) -> None:
 
 
 def _other_order() -> list[float]:
+    """The inner axis comes first: ranks 0 and 2 are at one place of "dp"."""
     torch.manual_seed(0)
-    mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=(DATA,))
-    made = engine(Layers(), mesh=mesh)
-    rows = ROWS.tensor_split(2)[mesh.get_local_rank(DATA)]
-    return [float(made.train_step(rows)) for _ in range(2)]
+    sch = slapo.create_schedule(Layers(), (ROWS,))
+    sch["head"].shard("weight", "bias", dim="out")
+    sch.auto_sync("tp")
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=(DATA, "tp"))
+    made = slapo.build(
+        sch, target="torch", mesh=mesh, optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=lambda output, batch: output.square().sum(), count=len,
+    )  # fmt: skip
+    assert len(made.part(ROWS)) == 2
+    return [float(made.train_step(made.part(ROWS))) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_mesh_whose_ranks_are_in_another_order(on_ranks: Run) -> None:
-    first, second = on_ranks(2, _other_order)
-    assert first == second
+    first, *others = on_ranks(4, _other_order)
+    assert all(one == first for one in others)

@@ -58,6 +58,23 @@ def test_a_rank_that_goes_on_is_waited_for(on_ranks: Run) -> None:
     assert on_ranks(2, dying.one_raises_and_goes_on) == [3, 2]
 
 
+def test_ranks_that_are_in_different_calls_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks, "grace", 60.0)
+    with Ranks(2, tmp_path, timeout=200) as world:
+        processes = list(world._processes)
+        with pytest.raises(RankError, match="the process ended without an answer"):
+            world.run(dying.elsewhere, tmp_path)
+        statuses = [process.ended(10) for process in processes]
+    assert failures.WAITED in statuses
+    said = {rank: (tmp_path / f"{rank}.err").read_text(encoding="utf-8") for rank in (0, 1)}
+    there = "every rank has to make the same calls, in the same order"
+    expected = (
+        f"slapo_py: rank 1 is in train_step: {there}. Rank 0 waits for it in the end of the script, and ends",
+        f"slapo_py: rank 0 is in the end of the script: {there}. Rank 1 waits for it in train_step, and ends",
+    )
+    assert any(message in said[rank] for rank, message in enumerate(expected))
+
+
 def test_how_long_it_takes() -> None:
     """The times are set so that the others end within 30 s."""
     assert failures.PATIENCE + 2 * failures._LOOK + failures._SEARCH < 30

@@ -94,9 +94,13 @@ def _other_length() -> str:
     return _message(PlacementError, "dim 1 has 7 elements and was planned with 8", lambda: built(torch.randn(3, 7, 8)))
 
 
-def _engine(model: nn.Module, x: Tensor, sizes: dict[str, int]) -> Any:
+def _engine(model: nn.Module, x: Tensor, sizes: dict[str, int] | None) -> Any:
+    return _train(slapo.create_schedule(model, (x,)), sizes)
+
+
+def _train(sch: slapo.Schedule, sizes: dict[str, int] | None) -> Any:
     return slapo.build(
-        slapo.create_schedule(model, (x,)),
+        sch,
         target="torch",
         mesh=sizes,
         optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -117,9 +121,29 @@ def _batch_norm() -> str:
     return _message(BuildError, match, lambda: _engine(model, torch.randn(3, 8), {DATA: 2}))
 
 
+def _idle_axis() -> str:
+    match = r"no step of the schedule uses the axis \"model\" of mesh=.*2 ranks would all do the same.*use: \"tp\"\."
+    sch = split(Mlp(), torch.randn(3, 8)).auto_sync("tp")
+    return _message(BuildError, match, lambda: slapo.build(sch, mesh={DATA: 1, "model": 2}))
+
+
+def _no_mesh() -> str:
+    sch = split(Mlp(), torch.randn(3, 8)).auto_sync("tp")
+    torch.manual_seed(0)
+    alone = slapo.build(sch, mesh={})  # each rank by itself
+    assert alone.up.weight.shape == sch.original.up.weight.shape
+    match = r"the world has 2 ranks, and without mesh= .* Write mesh=\{'tp': 2\}, or mesh=\{\}"
+    return _message(BuildError, match, lambda: slapo.build(sch))
+
+
+def _no_mesh_for_an_engine() -> str:
+    match = r"the world has 2 ranks, and without mesh= .* Write mesh=\{'dp': 2\}, or mesh=\{\}"
+    return _message(BuildError, match, lambda: _engine(Mlp(), torch.randn(3, 8), None))
+
+
 def _other_batches() -> str:
     torch.manual_seed(0)
-    engine = _engine(Mlp(), torch.randn(3, 8), {"tp": 2})
+    engine = _train(split(Mlp(), torch.randn(3, 8)).auto_sync("tp"), {"tp": 2})
     torch.manual_seed(torch.distributed.get_rank())
     match = 'ranks of one place on "dp" were given different batches'
     return _message(EngineError, match, lambda: engine.train_step(torch.randn(3, 8)))
@@ -139,7 +163,7 @@ def _one_bad_batch() -> str:
     "case",
     [
         _unsynced, _wrong_world, _no_names, _indivisible, _windows_of_one_memory, _other_length,
-        _batch_norm, _other_batches,
+        _batch_norm, _other_batches, _idle_axis, _no_mesh, _no_mesh_for_an_engine,
     ],
 )  # fmt: skip
 def test_every_rank_says_the_same(case: Callable[[], str], on_ranks: Run) -> None:

@@ -71,7 +71,7 @@ def train(
     given: dict[str, Any] = {"optimizer": OPTIMIZER, "loss": loss, "count": count, "inputs": inputs, "clip": clip}
     tp = sizes.get("tp", 1)
     sch = schedule(name, sequence, tp, torch.float64)
-    alone = slapo.build(sch, target="torch", **given)
+    alone = slapo.build(sch, target="torch", mesh={}, **given)
     engine = slapo.build(sch, target="torch", mesh=sizes, micro_batches=micro_batches, **given, **options)
     mesh = Mesh.of(sizes)
     for one in (alone, engine):

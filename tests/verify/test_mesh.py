@@ -37,11 +37,12 @@ class Mlp(nn.Module):
 
 
 def mlp() -> slapo.Schedule:
-    """Split by hand, with both collectives."""
+    """Split by hand, with both collectives, and dropout of what is split."""
     torch.manual_seed(0)
     sch = slapo.create_schedule(Mlp(), (torch.randn(4, 6, 16),))
     sch["up"].shard("weight", "bias", dim="out").sync("input", None, grad="all_reduce")
     sch["down"].shard("weight", dim="in").sync("output", "all_reduce", grad=None)
+    sch["drop"].fork_rng()
     return sch
 
 
@@ -254,9 +255,11 @@ def _halved(module: nn.Module) -> nn.Module:
         ({"mesh": {"zz": 2}}, 'no step uses the mesh axis "zz"; the schedule uses "tp"'),
         ({"mesh": {"tp": 2, "zz": 2}}, 'no step uses the mesh axis "zz"; the schedule uses "tp"'),
         ({"mesh": 2, "simulate": True}, "mesh must give the size of each axis, .* found 2"),
+        ({"mesh": {"dp": 2, "tp": 2}, "simulate": True}, r'Write verify\(mesh=\{"tp": 2\}, simulate=True\), or leave'),
         (
             {"mesh": {"tp": 2, "dp": 2}, "simulate": True},
-            "one axis of a mesh can be simulated at a time, and tp and",
+            r"one axis of a mesh can be simulated at a time, and tp and dp have more than one rank\. "
+            r'Write verify\(mesh=\{"tp": 2\}, simulate=True\), or leave simulate=True out',
         ),
     ],
 )

@@ -46,11 +46,10 @@ def test_a_right_schedule() -> None:
 
 
 @lent
-def test_ranks_that_draw_apart_are_right_too() -> None:
-    """Masks are drawn by logical index."""
-    sch = mlp()
-    sch["drop"].fork_rng()
-    assert sch.verify(mesh=TP2).grade == "rounding"
+def test_ranks_that_draw_alike_for_parts_are_refused() -> None:
+    """Masks are drawn by logical index here: no number shows it."""
+    with pytest.raises(VerificationError, match="no scenario shows a difference.* the ranks draw alike"):
+        mlp().undo().verify(mesh=TP2)
 
 
 @lent
