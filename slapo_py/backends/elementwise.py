@@ -1,7 +1,7 @@
 """Does an optimizer treat each element for itself? Only then can ranks step the parts of a parameter alone."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ _SHAPES: dict[int, tuple[int, ...]] = {0: (64,), 1: (64,), 2: (8, 8)}
 _STEPS = 3
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, split: dict[str, tuple[nn.Parameter, Iterable[int]]]) -> None:
+def check_elementwise(
+    optimizer: torch.optim.Optimizer, split: Mapping[str, tuple[nn.Parameter, Iterable[int]]]
+) -> None:
     """Try the optimizer on whole stand-ins and on halves of them; raise `BuildError` where the halves step otherwise.
 
     split: what a rank has a part of, by name: the parameter, and the dims that are cut. An optimizer that can't be

@@ -72,9 +72,9 @@ SINGLE: list[Case] = [
     (OF.AdamW, (4, 4), 0), (OF.AdamW, (4, 4), 1), (OF.AdamW, (4,), 0), (OF.AdamW, (4, 4, 2, 2), 3),
     (partial(OF.AdamW, fused=True), (4, 4), 0), (partial(OF.AdamW, foreach=True), (4, 4), 0),
     (partial(OF.Adam, amsgrad=True), (4, 4), 0), (partial(OF.SGD, lr=0.1, momentum=0.9, nesterov=True), (4, 4), 0),
-    (OF.Adadelta, (4, 4), 1), (OF.Adagrad, (4, 4), 1), (OF.Adamax, (4, 4), 1), (OF.ASGD, (4, 4), 1), (OF.NAdam, (4, 4), 1),
-    (OF.RAdam, (4, 4), 1), (OF.RMSprop, (4, 4), 1), (OF.Rprop, (4, 4), 1), (Both, (4,), 0), (Rows, (4, 4), 0),
-    (partial(Asking, run="a"), (4, 4), 0), (OF.SparseAdam, (4, 4), 0),
+    (OF.Adadelta, (4, 4), 1), (OF.Adagrad, (4, 4), 1), (OF.Adamax, (4, 4), 1), (OF.ASGD, (4, 4), 1),
+    (OF.NAdam, (4, 4), 1), (OF.RAdam, (4, 4), 1), (OF.RMSprop, (4, 4), 1), (OF.Rprop, (4, 4), 1), (Both, (4,), 0),
+    (Rows, (4, 4), 0), (partial(Asking, run="a"), (4, 4), 0), (OF.SparseAdam, (4, 4), 0),
 ]  # fmt: skip
 
 
