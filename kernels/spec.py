@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from slapo_py.errors import NoMatchError, RegistryError
-from slapo_py.layouts.lines import Classes as Classes
-from slapo_py.layouts.lines import give_line, take_line
+from slapo_py.layouts.rules.lines import Classes as Classes
+from slapo_py.layouts.rules.lines import give_line, take_line
 
 Function = Callable[..., Any]
 FLOATS = ("float32", "bfloat16", "float16")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from slapo_py.errors import ArgumentError, ShardError
+from slapo_py.layouts.checking.steps import or_change, parameter_steps
 from slapo_py.layouts.placement import Shard
-from slapo_py.layouts.steps import or_change, parameter_steps
 from slapo_py.layouts.syncs import placements_of, tag
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register

@@ -1,8 +1,8 @@
 """`sch[path].sync("output", "all_reduce")`: a collective where a tensor enters or leaves a module."""
 
 from slapo_py.errors import ArgumentError, StepError
-from slapo_py.layouts.rows import BATCH
-from slapo_py.layouts.steps import or_change, sync_step
+from slapo_py.layouts.checking.steps import or_change, sync_step
+from slapo_py.layouts.recording.rows import BATCH
 from slapo_py.layouts.syncs import AUTO, COLLECTIVES, Sync
 from slapo_py.primitive import Primitive
 from slapo_py.registry import register

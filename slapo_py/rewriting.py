@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from slapo_py.errors import ArgumentError, StepError
 from slapo_py.grouped import extract
-from slapo_py.layouts.kept import check_syncs_kept
+from slapo_py.layouts.recording.kept import check_syncs_kept
 from slapo_py.matches import occurrences
 from slapo_py.params import is_source, named_in
 from slapo_py.patterns import Attribute, Occurrence

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from torch.fx import Graph
 
+    from slapo_py.layouts.inference.state import Fault
     from slapo_py.layouts.placement import Placement
-    from slapo_py.layouts.state import Fault
     from slapo_py.matches import Match
     from slapo_py.verify import Report
 
@@ -242,7 +242,7 @@ class Schedule:
         of each by name. Raises `ArgumentError`, `TraceError`, `NoExampleInputs`.
         """
         with random_states_kept():
-            from slapo_py.layouts.check import check
+            from slapo_py.layouts.checking.check import check
 
             return check(self, axis, ranks)
 
@@ -257,8 +257,8 @@ class Schedule:
         size has no place, `ShardError` for heads that do not divide, `ArgumentError`, `TraceError`, `NoExampleInputs`.
         """
         with random_states_kept():
-            from slapo_py.layouts.auto import auto_sync
-            from slapo_py.layouts.axes import refuse
+            from slapo_py.layouts.checking.auto import auto_sync
+            from slapo_py.layouts.checking.axes import refuse
 
             # A pin is a word on an axis that no step uses yet.
             refuse(self._root, f'auto_sync at "{self._path}"', None if pins else axis, ranks)

@@ -1,5 +1,6 @@
 """Does an optimizer treat each element for itself? Only then can ranks step the parts of a parameter alone."""
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -78,8 +79,11 @@ def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn
     options = {key: one for key, one in group.items() if key not in ("params", "param_names")}
     known = inspect.signature(kind.__init__).parameters
     needed = {key: one for key, one in optimizer.defaults.items() if key in known}
-    try:
-        made: torch.optim.Optimizer = kind([{**options, "params": [parameter]}], **needed)
-    except Exception:  # one that takes no groups
-        made = kind([parameter], **needed)
-    return made
+    # beside it, where one is needed: a parameter without a gradient, for optimizers that sort theirs by dims
+    beside = nn.Parameter(parameter.detach().flatten() if parameter.dim() > 1 else parameter.detach().diag())
+    made: torch.optim.Optimizer | None = None
+    for params in ([{**options, "params": [parameter]}], [parameter]):
+        if made is None:
+            with contextlib.suppress(Exception):
+                made = kind(params, **needed)
+    return kind([parameter, beside], **needed) if made is None else made

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from slapo_py.build.rows import rows_noted, rows_planned
 from slapo_py.distributed.collectives import Ranks
 from slapo_py.errors import PlacementError
+from slapo_py.layouts.inference.state import Conversion
 from slapo_py.layouts.placement import Placement, Shard, is_even, local_size
 from slapo_py.layouts.redistribute import over
-from slapo_py.layouts.state import Conversion
 from slapo_py.scheduled import Forward, Layer
 
 

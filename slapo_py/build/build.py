@@ -19,7 +19,7 @@ from slapo_py.build.without_cache import scheduled_without_cache, turn_off_cache
 from slapo_py.distributed.failures import fails_together
 from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
-from slapo_py.layouts.axes import used_axes
+from slapo_py.layouts.checking.axes import used_axes
 
 if TYPE_CHECKING:
     from slapo_py.backends.base import Engine

@@ -9,8 +9,8 @@ from torch import fx
 from slapo_py.build.borders import Moves, by_number
 from slapo_py.build.rank_graph import graph_of
 from slapo_py.errors import BuildError
-from slapo_py.layouts.borders import Border
-from slapo_py.layouts.rewritten import borders_between, marks_of
+from slapo_py.layouts.recording.borders import Border
+from slapo_py.layouts.recording.rewritten import borders_between, marks_of
 from slapo_py.patterns.rewrite import copied
 from slapo_py.rewriting import Called
 from slapo_py.scheduled import dress

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo_py.layouts.borders import ENTER
-from slapo_py.layouts.nodes import is_border
+from slapo_py.layouts.inference.state import Typing
 from slapo_py.layouts.placement import Placement, local_shape
-from slapo_py.layouts.state import Typing
+from slapo_py.layouts.recording.borders import ENTER
+from slapo_py.layouts.recording.nodes import is_border
 from slapo_py.scheduled import bare
 from slapo_py.tracing.trace import Trace
 from slapo_py.tracing.values import map_tensors

@@ -9,9 +9,9 @@ from torch import Tensor, fx
 from slapo_py.distributed.collectives import Ranks
 from slapo_py.distributed.cross_entropy import PLAIN, Slice, cross_entropy
 from slapo_py.distributed.embedding import embedding
-from slapo_py.layouts.lines import classes_of
-from slapo_py.layouts.local import Names, loss_arguments, loss_names
-from slapo_py.layouts.nodes import shape_of, slots_of
+from slapo_py.layouts.recording.nodes import shape_of, slots_of
+from slapo_py.layouts.rules.lines import classes_of
+from slapo_py.layouts.simulating.local import Names, loss_arguments, loss_names
 
 
 @dataclass(frozen=True)

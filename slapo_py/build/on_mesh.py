@@ -19,14 +19,14 @@ from slapo_py.build.without_cache import fresh_without_cache
 from slapo_py.distributed.forks import fork, forks_of
 from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError, PlacementError
-from slapo_py.layouts.axes import used_axes
-from slapo_py.layouts.borders import ENTER
-from slapo_py.layouts.buffers import split_buffers
-from slapo_py.layouts.check import checked
-from slapo_py.layouts.nodes import is_border
-from slapo_py.layouts.record import Recording, record
-from slapo_py.layouts.recorded import divided_of, divided_on, sync_nodes
-from slapo_py.layouts.state import Typing, said
+from slapo_py.layouts.checking.axes import used_axes
+from slapo_py.layouts.checking.check import checked
+from slapo_py.layouts.inference.buffers import split_buffers
+from slapo_py.layouts.inference.recorded import divided_of, divided_on, sync_nodes
+from slapo_py.layouts.inference.state import Typing, said
+from slapo_py.layouts.recording.borders import ENTER
+from slapo_py.layouts.recording.nodes import is_border
+from slapo_py.layouts.recording.record import Recording, record
 from slapo_py.layouts.syncs import Sync
 from slapo_py.scheduled import dress
 from slapo_py.tracing import trace_of

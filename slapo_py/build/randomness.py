@@ -10,10 +10,10 @@ from slapo_py.build.rank_graph import graph_of
 from slapo_py.distributed.masks import MaskedByIndex, Part, order_of
 from slapo_py.distributed.mesh import DATA, Mesh
 from slapo_py.errors import BuildError
-from slapo_py.layouts.nodes import name_of, shape_of, slots_of
+from slapo_py.layouts.inference.state import Typing
 from slapo_py.layouts.placement import Shard, is_even
-from slapo_py.layouts.state import Typing
-from slapo_py.layouts.table import canonical
+from slapo_py.layouts.recording.nodes import name_of, shape_of, slots_of
+from slapo_py.layouts.rules.table import canonical
 from slapo_py.scheduled import dress
 
 

@@ -17,10 +17,10 @@ from slapo_py.build.local_guards import localised
 from slapo_py.build.local_operations import REPLACEMENTS
 from slapo_py.distributed.collectives import Ranks
 from slapo_py.errors import BuildError, TraceError
-from slapo_py.layouts.nodes import is_border, is_tensor, name_of, numbers_of
+from slapo_py.layouts.inference.sizes import local_number
+from slapo_py.layouts.inference.state import Conversion, Typing, said
 from slapo_py.layouts.placement import R
-from slapo_py.layouts.sizes import local_number
-from slapo_py.layouts.state import Conversion, Typing, said
+from slapo_py.layouts.recording.nodes import is_border, is_tensor, name_of, numbers_of
 from slapo_py.patterns.rewrite import copied
 from slapo_py.rewriting import Called
 from slapo_py.scheduled import dress

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from slapo_py.errors import PlacementError
-from slapo_py.layouts.borders import tensors_at
+from slapo_py.layouts.inference.state import Conversion, Typing
 from slapo_py.layouts.placement import Shard
-from slapo_py.layouts.rows import around, follows_batch
-from slapo_py.layouts.state import Conversion, Typing
+from slapo_py.layouts.recording.borders import tensors_at
+from slapo_py.layouts.recording.rows import around, follows_batch
 from slapo_py.scheduled import Forward, Layer
 
 _ROWS: ContextVar[int | None] = ContextVar("rows", default=None)

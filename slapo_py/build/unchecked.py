@@ -26,9 +26,9 @@ from slapo_py.distributed.collectives import (
     Split,
     paired,
 )
-from slapo_py.layouts.as_written import Exchange, exchanges
+from slapo_py.layouts.inference.state import Typing, is_local
 from slapo_py.layouts.placement import Shard
-from slapo_py.layouts.state import Typing, is_local
+from slapo_py.layouts.simulating.as_written import Exchange, exchanges
 from slapo_py.layouts.syncs import Sync
 
 _OFF: ContextVar[bool] = ContextVar("checker_off", default=False)

@@ -16,7 +16,7 @@ from slapo_py.snapshot import random_states_kept
 if TYPE_CHECKING:
     from torch import fx
 
-    from slapo_py.layouts.state import Typing
+    from slapo_py.layouts.inference.state import Typing
     from slapo_py.schedule import Schedule
 
 _MOMENTS = 8  # bytes: Adam's two, in float32
@@ -85,8 +85,8 @@ def plan(sch: "Schedule", mesh: Mapping[str, int], axis: str = "tp") -> Plan:
         )
     made = Plan(dict(mesh))
     with random_states_kept():  # what is imported here may draw
-        from slapo_py.layouts.check import checked
-        from slapo_py.layouts.record import record
+        from slapo_py.layouts.checking.check import checked
+        from slapo_py.layouts.recording.record import record
 
         typing, faults = checked(sch, record(sch), axis, mesh[axis])
     made.faults = [one.message for one in faults]
@@ -105,7 +105,7 @@ def plan(sch: "Schedule", mesh: Mapping[str, int], axis: str = "tp") -> Plan:
 def _sent(typing: "Typing") -> Iterator[tuple[str, str, str, int]]:
     """(where, direction, kind, bytes) of each collective."""
     from slapo_py.layouts.conversions import factor
-    from slapo_py.layouts.nodes import bytes_of
+    from slapo_py.layouts.recording.nodes import bytes_of
 
     for one in typing.conversions():
         for direction, kind in (("forward", one.forward), ("backward", one.backward)):
@@ -122,7 +122,7 @@ def _sent(typing: "Typing") -> Iterator[tuple[str, str, str, int]]:
 
 def _of_a_loss(node: "fx.Node", ranks: int) -> int:
     """Bytes of the one exchange of `slapo_py.distributed.cross_entropy`: three or four numbers of each row."""
-    from slapo_py.layouts.nodes import shape_of, slots_of
+    from slapo_py.layouts.recording.nodes import shape_of, slots_of
 
     logits = slots_of(node)[0]
     wide = torch.promote_types(logits.meta["val"].dtype, torch.float32)

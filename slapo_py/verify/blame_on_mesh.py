@@ -8,8 +8,8 @@ from torch import Tensor, fx
 
 from slapo_py.codec import PerRank, Source
 from slapo_py.history import Step
-from slapo_py.layouts.borders import ENTER, EXIT
 from slapo_py.layouts.placement import Shard
+from slapo_py.layouts.recording.borders import ENTER, EXIT
 from slapo_py.verify.blame import GRADIENT, Blame, accused, diverging, tied
 from slapo_py.verify.borders import GRADIENT as BACKWARD
 from slapo_py.verify.borders import Borders, of_gradient

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_py.layouts.borders import ENTER, EXIT, tensors_at
+from slapo_py.layouts.recording.borders import ENTER, EXIT, tensors_at
 from slapo_py.tracing.values import map_tensors
 from slapo_py.verify.probes import Probe
 

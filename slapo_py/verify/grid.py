@@ -10,7 +10,7 @@ from torch import Tensor
 from slapo_py.build.facts import Fact
 from slapo_py.build.slicing import local_shard
 from slapo_py.layouts.placement import Placement, R, Shard, join, local_shape
-from slapo_py.layouts.simulate import whole
+from slapo_py.layouts.simulating.simulate import whole
 
 Place = dict[str, int]
 """Where a rank stands on each axis."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from slapo_py.layouts.random_calls import draws
+from slapo_py.layouts.recording.random_calls import draws
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
 

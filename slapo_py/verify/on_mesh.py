@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from slapo_py.distributed.mesh import DATA
 from slapo_py.errors import ArgumentError
-from slapo_py.layouts.as_written import Inputs, Program, Ranks, program
-from slapo_py.layouts.axes import refuse, used_axes
-from slapo_py.layouts.state import Fault
+from slapo_py.layouts.checking.axes import refuse, used_axes
+from slapo_py.layouts.inference.state import Fault
+from slapo_py.layouts.simulating.as_written import Inputs, Program, Ranks, program
 from slapo_py.layouts.syncs import placements_of, reduced_of
 from slapo_py.tracing.recorder import normalize_inputs
 from slapo_py.tracing.values import signature

@@ -16,8 +16,8 @@ from slapo_py.build.facts import Facts
 from slapo_py.distributed.local_ranks import LocalRanks
 from slapo_py.distributed.mesh import DATA
 from slapo_py.errors import ArgumentError, GuardError, PlacementError, RankError
-from slapo_py.layouts.nodes import is_border, shape_of
 from slapo_py.layouts.placement import Placement
+from slapo_py.layouts.recording.nodes import is_border, shape_of
 from slapo_py.verify.blame_on_mesh import aligned
 from slapo_py.verify.borders import GRADIENT, numbered, of_gradient
 from slapo_py.verify.grid import Grid

@@ -20,7 +20,7 @@ from slapo_py.build.materialize import materialize
 from slapo_py.build.unchecked import checker_off
 from slapo_py.distributed import raw
 from slapo_py.distributed.mesh import DATA, Mesh
-from slapo_py.layouts.borders import Border
+from slapo_py.layouts.recording.borders import Border
 from slapo_py.primitive import TABLE
 from slapo_py.tracing.recorder import Inputs
 from slapo_py.verify.leaves import tensors_of

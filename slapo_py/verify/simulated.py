@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from slapo_py.errors import GuardError
-from slapo_py.layouts.as_written import Inputs, Program, Ranks
 from slapo_py.layouts.placement import Placement, R
-from slapo_py.layouts.simulate import whole
+from slapo_py.layouts.simulating.as_written import Inputs, Program, Ranks
+from slapo_py.layouts.simulating.simulate import whole
 from slapo_py.verify.borders import numbered, of_gradient
 from slapo_py.verify.leaves import tensors_of
 from slapo_py.verify.probes import Probe

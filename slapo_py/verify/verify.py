@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slapo_py.errors import ArgumentError, NoExampleInputs, VerificationError
-from slapo_py.layouts.axes import used_axes
+from slapo_py.layouts.checking.axes import used_axes
 from slapo_py.tracing.recorder import Inputs, normalize_inputs
 from slapo_py.verify.blame import Blame, accused
 from slapo_py.verify.compiled import code_forgotten

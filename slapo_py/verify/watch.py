@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from slapo_py.layouts.borders import ENTER, EXIT, Border, tensors_at
+from slapo_py.layouts.recording.borders import ENTER, EXIT, Border, tensors_at
 from slapo_py.scheduled import Forward, Layer, bare, dress
 from slapo_py.tracing.values import map_tensors
 from slapo_py.verify.borders import is_backward, numbered, of_gradient

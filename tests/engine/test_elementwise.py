@@ -26,7 +26,7 @@ class Trusting(torch.optim.Optimizer):
 
 
 class Both(torch.optim.Optimizer):
-    """Two optimizers in one, which takes no groups."""
+    """Two optimizers in one, which takes no groups, and parameters of both kinds only."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params, {})
@@ -34,7 +34,7 @@ class Both(torch.optim.Optimizer):
             (torch.optim.Muon, [one for one in params if one.dim() == 2]),
             (torch.optim.SGD, [one for one in params if one.dim() != 2]),
         ]
-        self.inner = [kind(found) for kind, found in made if found]
+        self.inner = [kind(found) for kind, found in made]
 
     def step(self, closure: Any = None) -> None:
         for one in self.inner:
@@ -81,7 +81,7 @@ SINGLE: list[Case] = [
 @pytest.mark.parametrize(("make", "shape", "dim"), WHOLE)
 def test_what_looks_at_whole_tensors(make: Any, shape: tuple[int, ...], dim: int) -> None:
     one = parameter(*shape)
-    made = make([one])
+    made = make([one, parameter(4)] if make is Both else [one])
     match = f"the optimizer {type(made).__name__} looks at whole tensors, and a rank has only its part of 'x.weight'"
     with pytest.raises(BuildError, match=match):
         check_elementwise(made, {"x.weight": (one, [dim])})
@@ -90,7 +90,8 @@ def test_what_looks_at_whole_tensors(make: Any, shape: tuple[int, ...], dim: int
 @pytest.mark.parametrize(("make", "shape", "dim"), SINGLE)
 def test_what_is_let_through(make: Any, shape: tuple[int, ...], dim: int) -> None:
     one = parameter(*shape)
-    check_elementwise(make([one]), {"x.weight": (one, [dim])})
+    made = make([one, parameter(4, 4)] if make is Both else [one])
+    check_elementwise(made, {"x.weight": (one, [dim])})
 
 
 def test_only_what_is_split_counts() -> None:

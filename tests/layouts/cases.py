@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.layouts.table import CONSTANT, NONLINEAR, canonical
+from slapo_py.layouts.rules.table import CONSTANT, NONLINEAR, canonical
 from tests.layouts.oracle import Case, case, integers
 
 _GENERATOR = torch.Generator().manual_seed(0)

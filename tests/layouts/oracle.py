@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slapo_py.layouts.operation import Operation, TensorSpec
 from slapo_py.layouts.placement import Partial, Placement, Replicate, Shard, join, split
-from slapo_py.layouts.shapes import is_move, rank_arguments
-from slapo_py.layouts.signatures import Signature
-from slapo_py.layouts.table import Rule
+from slapo_py.layouts.rules.operation import Operation, TensorSpec
+from slapo_py.layouts.rules.shapes import is_move, rank_arguments
+from slapo_py.layouts.rules.signatures import Signature
+from slapo_py.layouts.rules.table import Rule
 
 Function = Callable[..., Any]
 

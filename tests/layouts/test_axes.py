@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py.errors import ArgumentError, PlacementError
-from slapo_py.layouts.axes import axes_of, outer_of, part_shape, splits_of
+from slapo_py.layouts.checking.axes import axes_of, outer_of, part_shape, splits_of
+from slapo_py.layouts.inference.recorded import divided_of, divided_on
 from slapo_py.layouts.placement import S, split
-from slapo_py.layouts.recorded import divided_of, divided_on
 from slapo_py.primitive import TABLE
 from tests.layouts.plans import PLANS
 

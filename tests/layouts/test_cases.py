@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import slapo_py as slapo
 from slapo_py.distributed.forks import fork
 from slapo_py.errors import ShardError
-from slapo_py.layouts.check import checked
+from slapo_py.layouts.checking.check import checked
 from slapo_py.layouts.placement import Shard, join, local_shape, split
-from slapo_py.layouts.record import record
-from slapo_py.layouts.simulate import reduce, simulate
+from slapo_py.layouts.recording.record import record
+from slapo_py.layouts.simulating.simulate import reduce, simulate
 from tests.fingerprint import changes, fingerprint
 
 

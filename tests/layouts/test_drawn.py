@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import slapo_py as slapo
-from slapo_py.layouts.drawn import ALIKE, APART
+from slapo_py.layouts.checking.drawn import ALIKE, APART
 from slapo_py.layouts.placement import R, Shard
 from tests.layouts.plans import PLANS
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slapo_py.layouts.placement import Partial, Placement, Replicate, Shard
-from slapo_py.layouts.signatures import Signature, signatures
+from slapo_py.layouts.rules.signatures import Signature, signatures
 from tests.layouts.cases import LABELLED, MOVES
 from tests.layouts.oracle import Case, mapped, parts_of, results
 

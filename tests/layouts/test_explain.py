@@ -8,8 +8,8 @@ import pytest
 
 import slapo_py as slapo
 from slapo_py.history import History, Step
+from slapo_py.layouts.inference.state import Fault
 from slapo_py.layouts.placement import S
-from slapo_py.layouts.state import Fault
 from slapo_py.layouts.syncs import COLLECTIVES
 from tests.layouts.plans import PLANS
 from tests.slow import slow_but

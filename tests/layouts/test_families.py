@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import slapo_py as slapo
-from slapo_py.layouts.check import checked
-from slapo_py.layouts.record import record
-from slapo_py.layouts.simulate import Simulated, reduce, simulate
-from slapo_py.layouts.state import Typing
+from slapo_py.layouts.checking.check import checked
+from slapo_py.layouts.inference.state import Typing
+from slapo_py.layouts.recording.record import record
+from slapo_py.layouts.simulating.simulate import Simulated, reduce, simulate
 from slapo_py.verify.noise import Exact
 from tests.fingerprint import changes, fingerprint
 from tests.layouts.plans import PLANS, Plan

@@ -10,9 +10,9 @@ from torch import Tensor
 from slapo_py.errors import PlacementError
 from slapo_py.kernels import Form, Kernel, find_kernel, list_kernels, register_kernel, unregister_kernel
 from slapo_py.kernels.rope import rope_by_broadcast
-from slapo_py.layouts.labels import labelled
-from slapo_py.layouts.lines import has_line, rule_for
-from slapo_py.layouts.signatures import from_labels, signatures
+from slapo_py.layouts.rules.labels import labelled
+from slapo_py.layouts.rules.lines import has_line, rule_for
+from slapo_py.layouts.rules.signatures import from_labels, signatures
 from tests.layouts.cases import ids, mask, real, t
 from tests.layouts.oracle import Case, fault, spec
 

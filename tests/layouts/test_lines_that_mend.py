@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import slapo_py as slapo
 from slapo_py.errors import PlacementError, ShardError, StepError
 from slapo_py.history import History
-from slapo_py.layouts.check import checked
-from slapo_py.layouts.record import record
-from slapo_py.layouts.simulate import simulate
+from slapo_py.layouts.checking.check import checked
+from slapo_py.layouts.recording.record import record
+from slapo_py.layouts.simulating.simulate import simulate
 from tests.layouts.plans import PLANS
 
 Split = Callable[[slapo.Schedule], object]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from slapo_py.layouts.labels import labelled
-from slapo_py.layouts.operation import Operation
-from slapo_py.layouts.shapes import is_move
-from slapo_py.layouts.signatures import signatures
-from slapo_py.layouts.table import canonical
+from slapo_py.layouts.rules.labels import labelled
+from slapo_py.layouts.rules.operation import Operation
+from slapo_py.layouts.rules.shapes import is_move
+from slapo_py.layouts.rules.signatures import signatures
+from slapo_py.layouts.rules.table import canonical
 from tests import zoo
 from tests.layouts.oracle import results, spec, specified
 from tests.layouts.plans import PLANS

@@ -10,9 +10,9 @@ import transformers as hf
 
 import slapo_py as slapo
 from slapo_py.errors import PlacementError
-from slapo_py.layouts.check import checked
-from slapo_py.layouts.record import record
-from slapo_py.layouts.simulate import reduce, simulate
+from slapo_py.layouts.checking.check import checked
+from slapo_py.layouts.recording.record import record
+from slapo_py.layouts.simulating.simulate import reduce, simulate
 from tests.layouts.plans import PLANS
 
 

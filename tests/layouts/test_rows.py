@@ -9,11 +9,11 @@ from torch import Tensor, nn
 import slapo_py as slapo
 from slapo_py.build.rows import rows_noted
 from slapo_py.errors import ArgumentError, PlacementError
-from slapo_py.layouts.check import check
+from slapo_py.layouts.checking.check import check
+from slapo_py.layouts.inference.state import said
 from slapo_py.layouts.placement import S
-from slapo_py.layouts.record import record
-from slapo_py.layouts.rows import Rows, around, follows_batch, parts_of
-from slapo_py.layouts.state import said
+from slapo_py.layouts.recording.record import record
+from slapo_py.layouts.recording.rows import Rows, around, follows_batch, parts_of
 
 
 class Flat(nn.Module):

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from slapo_py.errors import PlacementError
 from slapo_py.kernels import find_kernel, list_kernels
-from slapo_py.layouts.labels import Labelled, labelled
-from slapo_py.layouts.lines import rule_for
-from slapo_py.layouts.operation import Operation, TensorSpec
 from slapo_py.layouts.placement import P, Partial, Placement, R, S
-from slapo_py.layouts.shapes import is_move, rank_arguments
-from slapo_py.layouts.signatures import Signature, from_labels, signatures
-from slapo_py.layouts.table import (
+from slapo_py.layouts.rules.labels import Labelled, labelled
+from slapo_py.layouts.rules.lines import rule_for
+from slapo_py.layouts.rules.operation import Operation, TensorSpec
+from slapo_py.layouts.rules.shapes import is_move, rank_arguments
+from slapo_py.layouts.rules.signatures import Signature, from_labels, signatures
+from slapo_py.layouts.rules.table import (
     ALIASES,
     ALONG,
     CONSTANT,

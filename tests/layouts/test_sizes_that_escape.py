@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py.errors import PlacementError, VerificationError
-from slapo_py.layouts.code_line import with_size_left_open
+from slapo_py.layouts.inference.code_line import with_size_left_open
 
 
 class Base(nn.Module):

@@ -14,7 +14,7 @@ from slapo_py.build.local_operations import Loss
 from slapo_py.distributed.mesh import Mesh
 from slapo_py.errors import PlacementError, VerificationError
 from slapo_py.kernels import find_kernel
-from slapo_py.layouts import local
+from slapo_py.layouts.simulating import local
 from slapo_py.rewriting import Called
 from tests.mesh.conftest import Run
 from tests.mesh.whole import compare_built

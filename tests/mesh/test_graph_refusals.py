@@ -14,9 +14,9 @@ from slapo_py.build.on_mesh import _moves
 from slapo_py.build.rank_graph import Change, _changed, _moved, _trace
 from slapo_py.distributed.collectives import Ranks
 from slapo_py.errors import BuildError, PlacementError, TraceError
-from slapo_py.layouts.borders import ENTER, border
+from slapo_py.layouts.inference.state import Conversion
 from slapo_py.layouts.placement import P, R, Shard
-from slapo_py.layouts.state import Conversion
+from slapo_py.layouts.recording.borders import ENTER, border
 
 RANKS = Ranks("tp", 2, 0)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py.errors import ArgumentError, VerificationError
-from slapo_py.layouts.as_written import Exchange
 from slapo_py.layouts.placement import Shard
+from slapo_py.layouts.simulating.as_written import Exchange
 from slapo_py.tracing.recorder import normalize_inputs
 from slapo_py.verify.blame_on_mesh import aligned, diverging_border
 from slapo_py.verify.borders import Borders

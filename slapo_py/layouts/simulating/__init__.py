@@ -1,0 +1,1 @@
+"""The ranks of an axis in lock step, in one process."""
