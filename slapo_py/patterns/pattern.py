@@ -161,8 +161,10 @@ class _Tracer(fx.Tracer):
             return a
         try:
             return super().create_arg(a)
-        except NotImplementedError:  # so fx refuses a kind of argument that it doesn't know, a user's object say:
-            return a  # here it is a literal like any other, compared with what the graph has there
+        except NotImplementedError:
+            # fx's own way to say that it knows no such kind of argument: a graph that runs could not hold a user's
+            # object, but this one is only matched, so that it is a literal here, compared with what the other graph has
+            return a
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         raise _refusal(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import slapo_py as slapo
+from tests.fingerprint import changes, fingerprint
 
 WIDE, NARROW = torch.tensor(2.0), torch.tensor(3.0)
 
@@ -19,6 +20,7 @@ class Mlp(nn.Module):
     def __init__(self, between: Callable[["Mlp", Tensor], Any]) -> None:
         super().__init__()
         self.up, self.drop, self.down, self.between = nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 8), between
+        self.register_buffer("scale", torch.ones(16))
 
     def forward(self, x: Tensor) -> Any:
         y = self.between(self, self.up(x))
@@ -49,6 +51,23 @@ def faults(between: Callable[[Mlp, Tensor], Any], trace: bool = False) -> list[A
 def test_what_is_wrong_in_evaluation_alone(between: Callable[[Mlp, Tensor], Tensor], trace: bool) -> None:
     found = faults(between, trace)
     assert found and all(fault.message.startswith("in evaluation mode: ") for fault in found)
+
+
+def test_what_a_rank_would_do_otherwise_in_one_mode() -> None:
+    (fault,) = faults(lambda model, y: y if model.training else y * model.scale)
+    assert fault.kind == "other in evaluation" and "another exchange in evaluation" in fault.message
+
+
+def test_nothing_is_left_behind() -> None:
+    model = Mlp(lambda model, y: y if model.training else y.tanh())
+    model.drop.eval()
+    sch = slapo.create_schedule(model, (torch.randn(4, 6, 8),))
+    sch["up"].shard("weight", "bias", dim="out")
+    before = fingerprint(model)
+    modes, state = [one.training for one in sch.module.modules()], torch.get_rng_state()
+    sch.check()
+    assert changes(before, fingerprint(model)) == []
+    assert [one.training for one in sch.module.modules()] == modes and torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(

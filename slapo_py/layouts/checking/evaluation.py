@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from slapo_py.layouts.inference.state import Conversion, Fault, Typing, said
+from slapo_py.layouts.inference.state import Fault, Typing, said
 from slapo_py.layouts.recording.nodes import is_border, name_of, slots_of
 from slapo_py.layouts.recording.record import Recording, record
 from slapo_py.layouts.rules.table import canonical
@@ -51,9 +51,8 @@ def _shown(value: Any, numbers: dict[fx.Node, Any]) -> Any:
 def other_collectives(training: Typing, evaluation: Typing) -> list[Fault]:
     """What ranks exchange, or do otherwise than one process, in evaluation and not in training, or the reverse."""
     ours, theirs = _done(training), _done(evaluation)
-    for key in [*theirs, *ours]:
-        if ours.get(key) != theirs.get(key):
-            node = (theirs.get(key) or ours[key])[0][0]
+    for (place, what), node in {**ours, **theirs}.items():
+        if ((place, what) in ours) != ((place, what) in theirs):
             text = (
                 f"{said(node)} goes through another exchange in evaluation than in training, and a schedule has "
                 f"one for both. Let the forward do the same with split values in both modes."
@@ -62,30 +61,17 @@ def other_collectives(training: Typing, evaluation: Typing) -> list[Fault]:
     return []
 
 
-class _Same(tuple[Any, ...]):
-    """A node with what is done to it: compared by what is done."""
+def _done(typing: Typing) -> dict[tuple[Any, Any], fx.Node]:
+    """By place and kind, the first node that is converted, or done by a local implementation."""
+    found: dict[tuple[Any, Any], fx.Node] = {}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self[1:] == other[1:]
-
-    __hash__ = tuple.__hash__
-
-
-def _done(typing: Typing) -> dict[Any, list[_Same]]:
-    """By place, what is converted and what is done by a local implementation, in order."""
-    found: dict[Any, list[_Same]] = {}
-
-    def note(node: fx.Node, *what: Any) -> None:
+    def note(node: fx.Node, *what: str) -> None:
         place = node.args[1:] if is_border(node) else (str(node.meta.get("within", "")), name_of(node))
-        found.setdefault(place, []).append(_Same((node, *what)))
+        found.setdefault((place, what), node)
 
     for one in typing.conversions():
-        note(one.node, *_kinds(one))
+        note(one.node, str(one.source), str(one.target), one.forward)
     for node, signature in typing.signature.items():
         if signature.needs or node in typing.made_local:
             note(node, signature.needs, str(typing.made_local.get(node)))
     return found
-
-
-def _kinds(one: Conversion) -> tuple[str, str, str]:
-    return str(one.source), str(one.target), one.forward
