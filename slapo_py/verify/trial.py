@@ -21,9 +21,9 @@ from slapo_py.verify.world import alone
 
 NOISE_RUNS = 6
 UNSTABLE_RUNS = 30
-"""How many runs it takes where the original differs from itself: its spread is not known but by runs. A right schedule
-is off by more than twice the largest of n + 1 equally drawn errors once in about 2 ** (n + 1) * (n + 2) times: 1 in 1000
-for 6 runs, of many values; 1 in 7e10 for 30."""
+"""Where the original differs from itself, by who knows how much. A right schedule is off by more than twice the largest
+of n + 1 equally drawn errors once in about 2 ** (n + 1) * (n + 2) times: 1 in 1000, of many values, for 6 runs; 1 in
+7e10 for 30."""
 Table = Callable[[Result], dict[Any, Any]]
 
 

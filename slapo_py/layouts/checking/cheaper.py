@@ -12,13 +12,12 @@ from slapo_py.layouts.checking.faults import Look, has_remedy
 from slapo_py.layouts.checking.heads import uneven_heads
 from slapo_py.layouts.checking.resplit import otherwise
 from slapo_py.layouts.inference.cost import sent
-from slapo_py.layouts.inference.forward import carries
 from slapo_py.layouts.inference.recorded import Asked
 from slapo_py.layouts.inference.state import Fault, Typing
 from slapo_py.layouts.placement import Shard
-from slapo_py.layouts.recording.nodes import name_of, operation_of, readers, shape_of, slots_of, tensors_of
+from slapo_py.layouts.recording.nodes import carries, name_of, operation_of, readers, shape_of, slots_of, tensors_of
 from slapo_py.layouts.rules.shapes import Blocks, carry, divides
-from slapo_py.layouts.rules.table import IDENTITY, RESHAPE, canonical
+from slapo_py.layouts.rules.table import RESHAPE, canonical
 
 
 @dataclass(frozen=True)
@@ -72,19 +71,33 @@ def _split_weights(typing: Typing) -> list[tuple[fx.Node, Shard]]:
 
 
 def _gathered_for(typing: Typing) -> list[tuple[fx.Node, Shard]]:
-    """The split weights whose input was split before it was gathered, each with its other dim."""
+    """The split weights whose input was split in its features before it was gathered, each with its other dim."""
     found: dict[tuple[fx.Node, Shard], None] = {}
     for weight, placed in _split_weights(typing):
         for product in _products(weight):
-            node = next((one for one in slots_of(product) if one.op != "get_attr"), weight)
-            gathered = typing.on_edge.get((node, product))
-            while gathered is None and node not in typing.at_node and carries(node):
-                node = node.args[0]  # type: ignore[assignment]
-            gathered = gathered or typing.at_node.get(node)
-            if gathered is not None and gathered.forward == "all_gather" and len(shape_of(weight)) == 2:
-                blocks = gathered.source.blocks if isinstance(gathered.source, Shard) else 1
-                found[weight, Shard(1 - placed.dim, blocks)] = None
+            before = _before_gathered(product, typing) if len(shape_of(weight)) == 2 else None
+            if before is not None:
+                found[weight, Shard(1 - placed.dim, before.blocks)] = None
     return list(found)
+
+
+def _before_gathered(product: fx.Node, typing: Typing) -> Shard | None:
+    """How the input of a product would be split, in its features, had it not been gathered."""
+    node = given = next((one for one in slots_of(product) if one.op != "get_attr"), product)
+    gathered, moves = typing.on_edge.get((node, product)), []
+    while gathered is None and node not in typing.at_node and carries(node):
+        moves.append(node)
+        node = node.args[0]  # type: ignore[assignment]
+    gathered = gathered or typing.at_node.get(node)
+    if gathered is None or gathered.forward != "all_gather" or not isinstance(gathered.source, Shard):
+        return None
+    split = gathered.source
+    for one in reversed(moves):
+        moved = carry(operation_of(one), split, typing.ranks)
+        if not moved:
+            return None
+        split = moved[0]
+    return split if split.dim == len(shape_of(given)) - 1 else None
 
 
 def _cut(typing: Typing) -> list[tuple[fx.Node, Shard]]:
@@ -102,7 +115,7 @@ def _cut(typing: Typing) -> list[tuple[fx.Node, Shard]]:
 
 def _products(weight: fx.Node) -> list[fx.Node]:
     """What is computed with a weight, through what only turns it."""
-    found, queue = [], readers(weight)
+    found, queue = [], list(readers(weight))
     while queue:
         node = queue.pop()
         if carries(node):
@@ -126,11 +139,10 @@ def _cut_after(product: fx.Node, dim: int, typing: Typing) -> Blocks | None:
             return None
         whole |= (node, users[0]) in typing.on_edge
         node = users[0]
-        if canonical(name_of(node)) not in IDENTITY:
-            moved = carry(operation_of(node), Shard(dim), typing.ranks)
-            if not moved or not isinstance(moved[0], Shard):
-                return None
-            dim = moved[0].dim
+        moved = carry(operation_of(node), Shard(dim), typing.ranks)
+        if not moved:
+            return None
+        dim = moved[0].dim
 
 
 def _blocks(user: fx.Node, node: fx.Node, dim: int) -> Blocks | None:

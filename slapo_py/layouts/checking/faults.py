@@ -11,14 +11,13 @@ from typing import Any
 from torch import fx
 
 from slapo_py.layouts.inference.backward import sync_line
-from slapo_py.layouts.inference.forward import carries
 from slapo_py.layouts.inference.infer import infer
 from slapo_py.layouts.inference.recorded import Asked
 from slapo_py.layouts.inference.sizes import sizes_of
 from slapo_py.layouts.inference.state import Conversion, Fault, Typing, is_local, said
 from slapo_py.layouts.inference.whole_sizes import gathered_for
 from slapo_py.layouts.placement import R, Shard
-from slapo_py.layouts.recording.nodes import is_border, is_size, numbers_of
+from slapo_py.layouts.recording.nodes import carries, is_border, is_size, numbers_of
 from slapo_py.layouts.recording.owned import Owner
 from slapo_py.layouts.recording.rows import Rows, follows_batch
 from slapo_py.layouts.rules.signatures import Signature

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from slapo_py.layouts.inference.forward import Forward, carries
+from slapo_py.layouts.inference.forward import Forward
 from slapo_py.layouts.inference.state import OUTPUT, Conversion, Fault, Typing, collective, said
 from slapo_py.layouts.placement import P, Placement, R, Shard
-from slapo_py.layouts.recording.nodes import is_border, is_record, outputs_of, picks_part, readers, slots_of
+from slapo_py.layouts.recording.nodes import carries, is_border, is_record, outputs_of, picks_part, readers, slots_of
 from slapo_py.layouts.recording.rows import parts_of
 from slapo_py.layouts.syncs import AUTO, Sync
 

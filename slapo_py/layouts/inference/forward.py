@@ -18,6 +18,7 @@ from slapo_py.layouts.inference.whole_sizes import is_of_whole, of_whole
 from slapo_py.layouts.placement import P, Placement, R, Shard
 from slapo_py.layouts.recording.nodes import (
     bytes_of,
+    carries,
     is_border,
     is_record,
     is_size,
@@ -33,9 +34,8 @@ from slapo_py.layouts.recording.nodes import (
     tensors_of,
 )  # fmt: skip
 from slapo_py.layouts.recording.owned import Owned, Owner
-from slapo_py.layouts.rules.shapes import carry, dim_map, is_move
+from slapo_py.layouts.rules.shapes import carry, dim_map
 from slapo_py.layouts.rules.signatures import Signature, signatures
-from slapo_py.layouts.rules.table import IDENTITY, canonical
 from slapo_py.layouts.syncs import Sync
 
 Syncs = Mapping[fx.Node, Placement | Sync]
@@ -361,18 +361,6 @@ def keeps_dim(index: Any, placement: Placement) -> bool:
     return plain and (placement.dim >= len(given) or given[placement.dim] == slice(None))
 
 
-def carries(node: fx.Node) -> bool:
-    """Whether a node's one result is its first input, moved."""
-    return (
-        node.op in ("call_function", "call_method")
-        and is_tensor(node)
-        and is_tensor(node.args[0] if node.args else None)
-        and not picks_part(node)
-        and is_move(operation_of(node))
-        and canonical(name_of(node)) not in ("cat", "stack")
-    )
-
-
 def highest_border(node: fx.Node, target: Placement) -> fx.Node | None:
     """The earliest border that a value has passed since it became partial."""
     best = None
@@ -402,7 +390,7 @@ def made_in_part(node: fx.Node, target: Shard, ranks: int, expands: bool) -> tup
         first = placed
         for one in reversed(chain):
             if isinstance(placed, Shard):
-                moved = (placed,) if canonical(name_of(one)) in IDENTITY else carry(operation_of(one), placed, ranks)
+                moved = carry(operation_of(one), placed, ranks)
                 placed = moved[0] if moved else None
         if placed == target and first is not None:
             return node, first

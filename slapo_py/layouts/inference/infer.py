@@ -7,10 +7,10 @@ from torch import fx
 
 from slapo_py.layouts.inference.backward import Backward
 from slapo_py.layouts.inference.cost import sent
-from slapo_py.layouts.inference.forward import Forward, carries, reads_any
+from slapo_py.layouts.inference.forward import Forward, reads_any
 from slapo_py.layouts.inference.state import OUTPUT, Conversion, Typing, is_local
 from slapo_py.layouts.placement import Placement, R, Shard
-from slapo_py.layouts.recording.nodes import is_border, is_record, is_tensor, name_of, readers, slots_of
+from slapo_py.layouts.recording.nodes import carries, is_border, is_record, is_tensor, name_of, readers, slots_of
 from slapo_py.layouts.recording.owned import Owner
 from slapo_py.layouts.rules.signatures import Signature
 from slapo_py.layouts.rules.table import canonical

@@ -1,13 +1,31 @@
 """Nodes of a flat recording as operations of the rules: tensors, sizes and what reads them."""
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
 from slapo_py.layouts.recording.borders import border
 from slapo_py.layouts.rules.lines import has_line
 from slapo_py.layouts.rules.operation import Operation, TensorSpec
+from slapo_py.layouts.rules.shapes import is_move
+from slapo_py.layouts.rules.table import canonical
+
+Value = TypeVar("Value")
+
+
+def kept(question: Callable[[fx.Node], Value]) -> Callable[[fx.Node], Value]:
+    """A question that is asked again and again of the nodes of a finished recording, which does not change."""
+    key = f"kept {question.__name__}"
+
+    @functools.wraps(question)
+    def once(node: fx.Node) -> Value:
+        if key not in node.meta:
+            node.meta[key] = question(node)
+        return node.meta[key]  # type: ignore[no-any-return]
+
+    return once
 
 
 def name_of(node: fx.Node) -> str:
@@ -55,9 +73,12 @@ def picks_part(node: fx.Node) -> bool:
     return name_of(node) == "getitem" and several
 
 
-def readers(node: fx.Node) -> list[fx.Node]:
+@kept
+def readers(node: fx.Node) -> tuple[fx.Node, ...]:
     """The nodes that read a node's value, not only its size."""
-    return [one for one in node.users if not is_size(one) and "val" in one.meta or one.op == "output" or is_record(one)]
+    return tuple(
+        one for one in node.users if not is_size(one) and "val" in one.meta or one.op == "output" or is_record(one)
+    )
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -65,11 +86,10 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
+@kept
 def bytes_of(node: fx.Node) -> int:
     """The bytes of a node's tensors, whole."""
-    if "bytes" not in node.meta:
-        node.meta["bytes"] = sum(one.numel() * one.element_size() for one in tensors_of(node))
-    return int(node.meta["bytes"])
+    return sum(one.numel() * one.element_size() for one in tensors_of(node))
 
 
 def slots_of(node: fx.Node) -> list[fx.Node]:
@@ -82,6 +102,7 @@ def slots_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+@kept
 def operation_of(node: fx.Node) -> Operation:
     """What a node computes, at whole shapes, for the rules."""
     return Operation(
@@ -89,6 +110,19 @@ def operation_of(node: fx.Node) -> Operation:
         tuple(_described(one) for one in node.args),
         {key: _described(one) for key, one in node.kwargs.items()},
         tuple(_spec(one) for one in tensors_of(node)),
+    )
+
+
+@kept
+def carries(node: fx.Node) -> bool:
+    """Whether a node's one result is its first input, moved."""
+    return (
+        node.op in ("call_function", "call_method")
+        and is_tensor(node)
+        and is_tensor(node.args[0] if node.args else None)
+        and not picks_part(node)
+        and is_move(operation_of(node))
+        and canonical(name_of(node)) not in ("cat", "stack")
     )
 
 
