@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 
 import slapo_py as slapo
 from slapo_py.errors import PlacementError, VerificationError
+from slapo_py.layouts.checking.check import checked
+from slapo_py.layouts.checking.on_a_rank import unlike
 from slapo_py.layouts.inference.code_line import with_size_left_open
+from slapo_py.layouts.recording.record import record
 
 
 class Base(nn.Module):
@@ -21,7 +25,7 @@ class Base(nn.Module):
         self.width, self.heads = 32, 4
 
 
-Forward = Callable[[Base, Tensor], Tensor]
+Forward = Callable[[Base, Tensor], Any]
 
 
 def split(forward: Forward) -> slapo.Schedule:
@@ -205,6 +209,60 @@ def test_divided_attributes(forward: Forward) -> None:
     sch = split(forward).configure(heads=slapo.per_rank("tp"))
     (fault,) = sch.check()
     assert "depends on the attribute 'heads' of \"\", of which a rank has its part. Take the number" in fault.message
+
+
+# Sizes that do not divide evenly: the last ranks have smaller parts
+
+
+def a_choice_of_the_last_rank(self: Base, x: Tensor) -> Tensor:
+    y = self.up(x)
+    return self.down(y * 2 if y.shape[-1] > 10 else y)
+
+
+def a_factor_of_the_last_rank(self: Base, x: Tensor) -> Tensor:
+    y = self.up(x)
+    return self.down(y * (11 / min(11, y.shape[-1])))
+
+
+def a_result_of_the_last_rank(self: Base, x: Tensor) -> Any:
+    y = self.up(x)
+    return self.down(y), min(11, y.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (a_choice_of_the_last_rank, "goes on with mul .* in one process, and with .* on rank 2.* 32 .*, 10 on rank 2"),
+        (a_factor_of_the_last_rank, r"gives 1\.0 to mul .* in one process, and 1\.1 on rank 2"),
+        (a_result_of_the_last_rank, "gives 11 to the result .* in one process, and 10 on rank 2"),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_each_rank_that_has_other_sizes_is_looked_at(forward: Forward, text: str) -> None:
+    sch = split(forward)
+    assert sch.check(ranks=2) == []  # 16 and 16
+    (fault,) = sch.check(ranks=3)  # 11, 11 and 10
+    assert re.search(text, fault.message), fault.message
+
+
+def test_an_attribute_of_which_the_last_rank_has_less() -> None:
+    sch = split(a_choice_by_one_head).configure(heads=slapo.per_rank("tp"))
+    assert sch.check(ranks=2) == []  # 2 and 2
+    (fault,) = sch.check(ranks=3)  # 2, 1 and 1
+    assert "on rank 1" in fault.message and "the attribute 'heads'" in fault.message
+
+
+def a_choice_by_one_head(self: Base, x: Tensor) -> Tensor:
+    y = self.up(x)
+    return self.down(y * 2 if self.heads > 1 else y)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_one_rank_of_each_kind_is_looked_at(ranks: int) -> None:
+    sch = split(sizes_of_the_value_itself)
+    typing, _ = checked(sch, recording := record(sch), "tp", ranks)
+    assert unlike(recording, typing) == {2: [0], 3: [0, 2], 5: [0, 2]}[ranks]  # 32 = 3 * 10 + 2 = 5 * 6 + 2
+    assert sch.check(ranks=ranks) == []
 
 
 # What is right

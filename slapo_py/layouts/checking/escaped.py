@@ -8,7 +8,7 @@ from torch import fx
 
 from slapo_py.layouts.checking.faults import Look
 from slapo_py.layouts.checking.numbers_of_parts import gathering, remedy
-from slapo_py.layouts.checking.on_a_rank import OnARank
+from slapo_py.layouts.checking.on_a_rank import OnARank, unlike
 from slapo_py.layouts.inference.recorded import Asked
 from slapo_py.layouts.inference.state import Fault, Typing, said
 from slapo_py.layouts.placement import local_shape
@@ -27,43 +27,57 @@ def escaped(place: "Schedule", recording: Recording, look: Look, asked: Asked, t
 
     typing: of a schedule that is right otherwise.
     """
-    rank = OnARank(recording, typing, typing.divided)
+    for number in unlike(recording, typing):
+        rank = OnARank(recording, typing, typing.divided, number)
+        found = _escaped(place, recording, rank, look, asked)
+        if found:
+            return found
+    return []
+
+
+def _escaped(place: "Schedule", recording: Recording, rank: OnARank, look: Look, asked: Asked) -> list[Fault]:
+    typing, on = rank.typing, rank.rank_name
     for index, (whole, part) in enumerate(zip(recording.taken, rank.taken)):
         if (whole.node.op, whole.node.target) != (part.node.op, part.node.target):
-            what = f"goes on with {_shown(whole)} in one process, and with {_shown(part)} on a rank"
+            what = f"goes on with {_shown(whole)} in one process, and with {_shown(part)} on {on}"
             return [_fault(place, recording, rank, look, asked, index, what)]
         if is_size(whole.node):
             continue  # computed of a rank's numbers: what matters is where it is given
         if whole.node.op == "output" and (size := _other_size(whole.node, part.node)) is not None:
-            what = f"gives its caller {size[0]} in one process, and {size[1]} on a rank"
+            what = f"gives its caller {size[0]} in one process, and {size[1]} on {on}"
             return [_fault(place, recording, rank, look, asked, index, what)]
         if whole.node.op == "get_attr" and not _same_constant(recording, rank, str(whole.node.target)):
-            what = "takes a tensor from outside in one process, and another one on a rank"
+            what = "takes a tensor from outside in one process, and another one on {on}"
             return [_fault(place, recording, rank, look, asked, index, what)]
-        other = _other((whole.args, whole.kwargs), (part.args, part.kwargs), typing.resized.get(whole.node, {}))
+        sizes = typing.resized.get(whole.node, {})
+        other = _other((whole.args, whole.kwargs), (part.args, part.kwargs), sizes, rank.rank == 0)
         if other is not None:
-            what = f"gives {other[0]} to {_shown(whole)} in one process, and {other[1]} on a rank"
+            ours, theirs = _number(other[0], recording.taken), _number(other[1], rank.taken)
+            what = f"gives {ours} to {_shown(whole)} in one process, and {theirs} on {on}"
             return [_fault(place, recording, rank, look, asked, index, what)]
     if rank.failed:
         index = min(len(rank.taken), len(recording.taken) - 1)
-        what = f"goes on with {_shown(recording.taken[index])} in one process, and not on a rank: {rank.failed}"
+        what = f"goes on with {_shown(recording.taken[index])} in one process, and not on {on}: {rank.failed}"
         return [_fault(place, recording, rank, look, asked, index, what)]
     return _of_other_shapes(place, recording, rank, look, asked)
 
 
-def _other(one: Any, other: Any, resized: Any, place: Place = ()) -> tuple[Any, Any] | None:
-    """The first argument that differs, but for sizes that are a rank's."""
+def _other(one: Any, other: Any, resized: Any, first: bool, place: Place = ()) -> tuple[Any, Any] | None:
+    """The first argument that differs, but for sizes that are a rank's.
+
+    first: the rank is the first, of which it is known what each size has to be; of the others, that it is another one.
+    """
     if isinstance(one, tuple | list | dict | slice):
         ours, theirs = _items(one), _items(other)
         if [key for key, _ in ours] != [key for key, _ in theirs]:
             return one, other
         pairs = zip(ours, theirs)
-        return next((it for (key, a), (_, b) in pairs if (it := _other(a, b, resized, (*place, key)))), None)
+        return next((it for (key, a), (_, b) in pairs if (it := _other(a, b, resized, first, (*place, key)))), None)
     plain = isinstance(one, _PLAIN) or isinstance(other, _PLAIN)
     if not plain or (one is other) or (one is not None and one == other) or (_is_nan(one) and _is_nan(other)):
         return None
     size = resized.get(place[1:])
-    return None if size is not None and size.needs == other else (one, other)
+    return None if size is not None and (size.needs == other or not first) else (one, other)
 
 
 def _other_size(whole: fx.Node, part: fx.Node) -> tuple[int, int] | None:
@@ -89,6 +103,12 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value)) if isinstance(value, tuple | list) else [("", value)]
 
 
+def _number(value: Any, taken: list[Taken]) -> Any:
+    """What an argument is: of a size that is computed, the number."""
+    sizes = (one.node.meta.get("int", value) for one in taken if value == f"%{one.node.name}")
+    return next(sizes, value)
+
+
 def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
@@ -98,9 +118,10 @@ def _of_other_shapes(place: "Schedule", recording: Recording, rank: OnARank, loo
     typing = rank.typing
     for index, (whole, part) in enumerate(zip(recording.taken, rank.taken)):
         if whole.node in typing.signature and is_tensor(whole.node) and tensors_of(part.node):
-            needs = local_shape(shape_of(whole.node), typing.produced[whole.node][0], typing.ranks, 0)
+            needs = local_shape(shape_of(whole.node), typing.produced[whole.node][0], typing.ranks, rank.rank)
             if shape_of(part.node) != needs:
-                what = f"gives {_shown(whole)} sizes of which a rank makes {shape_of(part.node)}, and needs {needs}"
+                made = f"{rank.rank_name} makes {shape_of(part.node)}, and needs {needs}"
+                what = f"gives {_shown(whole)} sizes of which {made}"
                 return [_fault(place, recording, rank, look, asked, index, what)]
     return []
 
@@ -122,7 +143,8 @@ def _fault(
         assert isinstance(base, fx.Node)
         value = _used_in_whole(rank, base)
         where = f" at {node.meta['where']}" if "where" in node.meta else ""
-        text += f" It depends on a size of {said(base)}, which is read{where}: {whole} in one process, {part} on a rank"
+        text += f" It depends on a size of {said(base)}, which is read{where}: "
+        text += f"{whole} in one process, {part} on {rank.rank_name}"
         if value is not None:
             step = _step(place, asked, value)
             text += f" ({said(value)} is {rank.typing.after[value][0]}{step})"

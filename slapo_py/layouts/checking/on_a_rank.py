@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from slapo_py.errors import TraceError
 from slapo_py.layouts.inference.state import Typing
-from slapo_py.layouts.placement import Placement, Shard, balanced, local_shape
-from slapo_py.layouts.recording.nodes import shape_of, slots_of, tensors_of
+from slapo_py.layouts.placement import Placement, Shard, balanced, local_shape, local_size
+from slapo_py.layouts.recording.nodes import is_tensor, shape_of, slots_of, tensors_of
 from slapo_py.layouts.recording.owned import Owner, owned
 from slapo_py.layouts.recording.record import Recording, taken
 from slapo_py.layouts.recording.rewritten import Rewritten
@@ -25,14 +25,14 @@ _LOCAL = ("embedding", "cross_entropy")
 
 
 class OnARank(Recording):
-    """The recording of a forward on the first rank, which has the largest parts.
+    """The recording of a forward on one rank.
 
     whole: the recording of all of it, which `typing` is of. divided: the attributes that a rank has a part of.
     """
 
-    def __init__(self, whole: Recording, typing: Typing, divided: Set[Owner]) -> None:
+    def __init__(self, whole: Recording, typing: Typing, divided: Set[Owner], rank: int = 0) -> None:
         super().__init__(whole.root)
-        self.typing, self.divided = typing, divided
+        self.typing, self.divided, self.rank = typing, divided, rank
         self.read: list[Owner] = []
         """The divided attributes that were read, in this order."""
         self.failed = ""
@@ -43,6 +43,11 @@ class OnARank(Recording):
         }
         self.run_again(whole)
 
+    @property
+    def rank_name(self) -> str:
+        """How a message names the rank: all have the sizes of the first, unless something does not divide evenly."""
+        return f"rank {self.rank}" if self.rank else "a rank"
+
     def run_again(self, whole: Recording) -> None:
         """Run as the whole was run."""
         assert whole.given is not None
@@ -50,7 +55,7 @@ class OnARank(Recording):
         named = dict(self.root.named_parameters(remove_duplicate=False))
         placements = {id(named[str(node.target)]): one for node, one in self.typing.params.items()}
         try:
-            self.run(call, _Parts(fakes, placements, self.typing.ranks), training)
+            self.run(call, _Parts(fakes, placements, self.typing.ranks, self.rank), training)
         except TraceError as error:
             self.failed = str(error)
         self.taken = taken(self.graph)
@@ -65,7 +70,7 @@ class OnARank(Recording):
         if (path, name) not in self.divided or type(value) is not int:
             return super().attribute(path, name, value)
         self.read.append((path, name))
-        return owned(path, name, balanced(value, self.typing.ranks)[0])
+        return owned(path, name, balanced(value, self.typing.ranks)[self.rank])
 
     def calling(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         args, kwargs = super().calling(args, kwargs)
@@ -109,11 +114,26 @@ class OnARank(Recording):
         return signature is not None and signature.needs in _LOCAL and len(tensors_of(node)) == 1
 
     def _part(self, node: fx.Node, placement: Placement) -> tuple[int, ...]:
-        return local_shape(shape_of(node), placement, self.typing.ranks, 0)
+        return local_shape(shape_of(node), placement, self.typing.ranks, self.rank)
 
     def _as(self, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of another shape in the place of this one."""
         return tensor if tuple(tensor.shape) == shape else self.bind(_made(tensor, shape), self.arg(tensor))
+
+
+def unlike(recording: Recording, typing: Typing) -> list[int]:
+    """One rank of each set of ranks that have the same sizes: the first alone, if everything divides evenly."""
+    placed = [*typing.params.items()]
+    for table in (typing.produced, typing.after):
+        placed += [(node, one) for node, kinds in table.items() if is_tensor(node) for one in kinds]
+    split = {(shape_of(node)[one.dim], one) for node, one in placed if isinstance(one, Shard)}
+    numbers = [getattr(recording.root.get_submodule(path), name) for path, name in typing.divided]
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(typing.ranks):
+        sizes = [local_size(size, one, one.dim, typing.ranks, rank) for size, one in split]
+        sizes += [balanced(one, typing.ranks)[rank] for one in numbers if type(one) is int]
+        found.setdefault(tuple(sizes), rank)
+    return list(found.values())
 
 
 def _made(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -125,10 +145,10 @@ def _made(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 class _Parts(Fakes):
     """The fakes of a run, with parts of the tensors that a rank has in part, by their ids."""
 
-    def __init__(self, fakes: Fakes, placements: Mapping[int, Placement], ranks: int) -> None:
+    def __init__(self, fakes: Fakes, placements: Mapping[int, Placement], ranks: int, rank: int) -> None:
         super().__init__()
         self.mode = fakes.mode
-        self._fakes, self._placements, self._ranks = fakes, placements, ranks
+        self._fakes, self._placements, self._ranks, self._rank = fakes, placements, ranks, rank
         self._parts: dict[int, Tensor] = {}
 
     def of(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -137,6 +157,6 @@ class _Parts(Fakes):
             return fake
         if id(tensor) not in self._parts:
             with self.mode, torch.no_grad():
-                part = fake.new_empty(local_shape(fake.shape, placement, self._ranks, 0))
+                part = fake.new_empty(local_shape(fake.shape, placement, self._ranks, self._rank))
             self._parts[id(tensor)] = nn.Parameter(part, fake.requires_grad)
         return self._parts[id(tensor)]
