@@ -1,6 +1,7 @@
 """A folder that is written all or nothing.
 
-`write` fills a hidden sibling (`.NAME.saving`), ends it with a marker that lists every file, and swaps it in by two
+`write` fills a hidden sibling (`.NAME.saving`), ends it with a marker that lists every file with its checksum, and its
+own, and swaps it in by two
 renames; the folder before stays whole as `.NAME.previous` until the new one is in place. Killed between the renames,
 `find` takes the newer sibling that is whole, and the next `write` puts it in place.
 
@@ -20,7 +21,7 @@ from slapo_py.backends.together import ALONE, Together
 from slapo_py.errors import CheckpointError
 
 MARKER = "slapo.json"
-FORMAT = 2
+FORMAT = 3
 _CHUNK = 1 << 22
 
 T = TypeVar("T")
@@ -105,7 +106,8 @@ def _replace(target: Path, saving: Path, previous: Path, files: dict[str, Any], 
                 f"Save to a folder on a disk that all ranks share."
             )
     marker = saving / MARKER
-    marker.write_text(json.dumps({"format": FORMAT, "files": files, **facts}, indent=1), encoding="utf-8")
+    held = json.loads(json.dumps({"format": FORMAT, "files": files, **facts}))
+    marker.write_text(json.dumps({**held, "crc32": _crc_of(held)}, indent=1), encoding="utf-8")
     _sync(marker)
     _sync(saving)
     if target.exists():
@@ -181,6 +183,10 @@ def _read_marker(folder: Path) -> dict[str, Any]:
             "Load it with the version that saved it."
         )
     found: dict[str, Any] = marker
+    if found.pop("crc32", None) != _crc_of(found):
+        raise CheckpointError(
+            f"load: {str(folder / MARKER)!r} is damaged: it has changed since it was saved. Load another save."
+        )
     return found
 
 
@@ -200,6 +206,11 @@ def _check_files(folder: Path, files: Iterable[tuple[str, dict[str, Any]]]) -> N
                 f"load: {str(folder)!r} is damaged: the content of {name!r} has changed since it was saved. "
                 "Load another save."
             )
+
+
+def _crc_of(marker: dict[str, Any]) -> int:
+    """The checksum of what a marker says."""
+    return zlib.crc32(json.dumps(marker, sort_keys=True).encode())
 
 
 def _crc(file: Path) -> int:

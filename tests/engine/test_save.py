@@ -330,7 +330,15 @@ def flip(file: Path) -> None:
 
 
 def edit(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    marker = {**json.loads(file.read_text()), **changes}
+    marker.pop("crc32")
+    file.write_text(json.dumps({**marker, "crc32": folder._crc_of(marker)}))
+
+
+def replace_in(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
 DAMAGES: list[tuple[Any, str]] = [
@@ -343,7 +351,9 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda run: (run / "slapo.json").unlink(), r"has no slapo.json: it was not saved by an engine, or not to its end"),
     (lambda run: truncate(run / "slapo.json"), r"slapo.json' is damaged"),
     (lambda run: edit(run / "slapo.json", files=[]), r"slapo.json' is damaged"),
-    (lambda run: edit(run / "slapo.json", format=99), r"has format 99 and this version reads 2"),
+    (lambda run: edit(run / "slapo.json", format=99), r"has format 99 and this version reads 3"),
+    (lambda run: replace_in(run / "slapo.json", '"step"', '"stap"'), r"slapo.json' is damaged: it has changed since"),
+    (lambda run: replace_in(run / "slapo.json", '"step": 1', '"step": 3'), r"damaged: it has changed since"),
     (shutil.rmtree, r"there is no folder '.*run'. engine.save\(...\) writes one"),
 ]
 
@@ -366,6 +376,27 @@ def test_damage_is_refused(damage: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         engine.load(tmp_path / "run")
     assert full_fingerprint(engine) == before
+
+
+def test_every_flipped_bit_of_the_marker_is_found(tmp_path: Path) -> None:
+    engine = make()
+    engine.save(tmp_path / "run")
+    file = tmp_path / "run" / "slapo.json"
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 7):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        if json.loads(whole) != as_json(changed):  # a space may have become no space, or a digit an exponent's sign
+            with pytest.raises(CheckpointError, match="slapo.json|this version reads|is incomplete"):
+                engine.load(tmp_path / "run")
+
+
+def as_json(content: bytearray) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
