@@ -22,6 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from slapo_py.distributed.mesh import Mesh
+
 PATIENCE = 15.0
 """Seconds that a rank waits for one that has failed before it ends."""
 WAITED = 70
@@ -59,6 +61,7 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
     comes back to none, prints the same on stderr and ends with exit status 70. Where all ranks raise, all go on.
 
     All ranks make the same calls of such functions in the same order: those whose calls differ end likewise.
+    Raises `EngineError` where the process group is no more.
     """
 
     @functools.wraps(function)
@@ -66,6 +69,8 @@ def fails_together(function: Callable[P, R]) -> Callable[P, R]:
         mesh = kwargs.get("mesh", getattr(args[0], "mesh", None) if args else None)
         if mesh is None:
             return function(*args, **kwargs)
+        if isinstance(mesh, Mesh):
+            mesh.check_there(function.__name__)
         with failing_together(function.__name__):
             return function(*args, **kwargs)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from slapo_py.errors import BuildError
+from slapo_py.errors import BuildError, EngineError
 
 if TYPE_CHECKING:
     from slapo_py.distributed.collectives import Ranks
@@ -40,6 +40,7 @@ class Mesh:
                 )
         self.device_mesh = device_mesh
         self.sizes = dict(zip(names, map(int, device_mesh.mesh.shape), strict=True))
+        self._world = dist.group.WORLD
 
     @staticmethod
     def of(mesh: "Mesh | DeviceMesh | Mapping[str, int]") -> "Mesh":
@@ -72,6 +73,14 @@ class Mesh:
             device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
             known[key] = Mesh(init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
         return known[key]
+
+    def check_there(self, what: str) -> None:
+        """Raises `EngineError` where the process group that it was made in is no more. what: the call that needs it."""
+        if dist.group.WORLD is not self._world:
+            raise EngineError(
+                f"{what}: the process group of {self!r} is gone, as it is after the block of `with slapo.launch():`. "
+                f"Make the call inside of the block."
+            )
 
     def size(self, axis: str) -> int:
         """How many ranks an axis has."""

@@ -114,11 +114,12 @@ class Scale:
         exact = exact if isinstance(exact, Tensor) and exact.shape == old.shape else old
         self._whole = not (old.is_floating_point() or old.is_complex())
         if self._whole:
-            self._usable, self._exact = torch.ones_like(old, dtype=torch.bool), exact.to(old.dtype)
+            self._exact = exact.to(old.dtype)
             self._least: tuple[float, ...] = (0.0, 0.0)
         else:
-            self._usable = exact.isfinite() & old.isfinite() & new.isfinite()
-            self._exact = right = _wide(exact)[self._usable]
+            usable = exact.isfinite() & old.isfinite() & new.isfinite()
+            self._usable = None if bool(usable.all()) else usable
+            self._exact = right = self._compared(exact)
             info = torch.finfo(dtype)
             size = (float(right.abs().max()), _rms(right)) if right.numel() else (0.0, 0.0)
             self._least = tuple(info.eps * one + info.smallest_normal * info.eps for one in size)
@@ -142,8 +143,12 @@ class Scale:
         if self._whole:
             count = float((one != self._exact).sum())
             return count, count
-        off = (_wide(one)[self._usable] - self._exact).abs()
+        off = (self._compared(one) - self._exact).abs()
         return (float(off.max()), _rms(off)) if off.numel() else (0.0, 0.0)
+
+    def _compared(self, one: Tensor) -> Tensor:
+        """The elements that are finite in all; to pick them costs more than all else here, so not where all are."""
+        return _wide(one) if self._usable is None else _wide(one)[self._usable]
 
 
 def _rms(tensor: Tensor) -> float:

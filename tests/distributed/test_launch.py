@@ -5,7 +5,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_py as slapo
-from slapo_py.errors import ArgumentError, RankError
+from slapo_py.errors import ArgumentError, EngineError, RankError
+from tests.fingerprint import fingerprint
 from tests.ranks import Ranks
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -35,6 +40,30 @@ def test_a_world_of_one() -> None:
             assert again == world
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+def test_an_engine_is_of_its_group(tmp_path: Path) -> None:
+    adamw = partial(torch.optim.AdamW, lr=1e-3)
+    x = (torch.ones(1, 2),)
+    with slapo.launch():
+        engine = slapo.build(
+            slapo.create_schedule(nn.Linear(2, 2)), target="torch", mesh={"dp": 1, "tp": 1}, optimizer=adamw,
+            loss=lambda output, batch: output.square().sum(), count=lambda batch: 1,
+        )  # fmt: skip
+        engine.train_step(x)
+        before = fingerprint(engine.module)
+    calls: dict[str, Callable[[], Any]] = {
+        "train_step": lambda: engine.train_step(x), "eval_step": lambda: engine.eval_step(x),
+        "state_dict": engine.state_dict, "save": lambda: engine.save(tmp_path / "run"),
+        "load": lambda: engine.load(tmp_path / "run"),
+    }  # fmt: skip
+    for world in (nullcontext(), slapo.launch()):  # and another group is not the one that it was built in
+        with world:
+            for name, call in calls.items():
+                with pytest.raises(EngineError, match=rf"^{name}: the process group of Mesh\(dp=1, tp=1\) is gone, .*"):
+                    call()
+    assert fingerprint(engine.module) == before
+    assert not (tmp_path / "run").exists()
 
 
 def test_it_is_taken_down_after_an_error() -> None:
