@@ -19,7 +19,6 @@ from slapo_py.distributed.collectives import Ranks
 from slapo_py.errors import BuildError, TraceError
 from slapo_py.layouts.inference.sizes import local_number
 from slapo_py.layouts.inference.state import Conversion, Typing, said
-from slapo_py.layouts.placement import R
 from slapo_py.layouts.recording.nodes import is_border, is_tensor, name_of, numbers_of
 from slapo_py.patterns.rewrite import copied
 from slapo_py.rewriting import Called
@@ -36,7 +35,7 @@ Path = tuple[int | str, ...]
 
 @dataclass
 class Change:
-    """Of one node: the function that stands for its own, moves of its arguments, and a move of its result.
+    """Of one node: the function that stands for its own, and moves of its arguments.
 
     sizes: among its arguments, those that are others on a rank: of the whole, and of the rank. Python reads them from a
     shape or from an attribute that is divided; in a graph they may stand as numbers.
@@ -45,10 +44,9 @@ class Change:
     function: Callable[..., Any] | None = None
     arguments: dict[Path, Move] = field(default_factory=dict)
     sizes: dict[Path, tuple[int, int]] = field(default_factory=dict)
-    result: Move | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.function or self.arguments or self.result)
+        return bool(self.function or self.arguments)
 
 
 Changes = dict[str, dict[fx.Node, Change]]
@@ -123,9 +121,6 @@ def _change(node: fx.Node, typing: Typing, ranks: Ranks, moved: dict[fx.Node, li
         local = resized[path].needs if path in resized else local_number(typing, value)
         if local != whole:
             change.sizes[path] = (whole, local)
-    if node in typing.made_local and not node.all_input_nodes:  # it is made whole, and each rank takes its part
-        shape = tuple(int(size) for size in node.meta["val"].shape)
-        change.result = Move(ranks, R, typing.made_local[node], None, None, shape, said(node))
     return change
 
 
@@ -213,10 +208,6 @@ def _apply(graph: fx.Graph, node: fx.Node, change: Change) -> bool:
         _put(node, path, size)
     if change.function is not None:
         node.op, node.target = "call_function", Called(change.function)
-    if change.result is not None:
-        with graph.inserting_after(node):
-            part = graph.call_function(Called(change.result), (node,))
-        node.replace_all_uses_with(part, delete_user_cb=lambda user: user is not part)
     return bool(change or resized)
 
 
