@@ -26,6 +26,7 @@ import slapo_py as slapo
 from slapo_py.errors import NoMatchError
 from slapo_py.kernels import find_kernel
 from tests.families import bert, decoder, gemma2, gpt2, llama, opt, padded, pair, qwen3, t5
+from tests.slow import slow_but
 
 Counts = dict[str, int]
 
@@ -113,7 +114,7 @@ def test_each_kernel_alone(name: str) -> None:
             sch.undo()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(["bert", "gpt2", "llama", "t5 decoder"], FAMILIES))
 def test_all_kernels_together(name: str) -> None:
     family = FAMILIES[name]
     sch = schedule(family)

@@ -10,6 +10,7 @@ import slapo_py as slapo
 from slapo_py.errors import NoMatchError
 from tests import families
 from tests.kernels.test_families import count
+from tests.slow import slow_but
 
 
 class Loss(nn.Module):
@@ -41,7 +42,7 @@ def batch(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*loss_type.*:UserWarning")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["llama", "gpt2"], MODELS))
 @pytest.mark.parametrize("kernel", ["linear_cross_entropy", pytest.param("cross_entropy", marks=pytest.mark.slow)])
 def test_the_loss_of_a_whole_model(name: str, kernel: str) -> None:
     build, inputs = MODELS[name]

@@ -19,6 +19,7 @@ from slapo_py.verify.scenarios import scenarios
 from slapo_py.verify.trial import Trial
 from tests.fingerprint import changes, fingerprint
 from tests.layouts.plans import PLANS
+from tests.slow import slow_but
 from tests.verify.lab import altering
 from tests.verify.mesh_faults import MESH_FAULTS, MeshFault
 
@@ -55,7 +56,7 @@ def family(name: str, ranks: int, sequence: bool) -> slapo.Schedule:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_right_schedule_diverges_nowhere(name: str, ranks: int, sequence: bool) -> None:
     """One scenario: outputs and all gradients, and the value and the gradient at every border of a module."""
