@@ -17,13 +17,14 @@ from slapo_py.replacing.mapped_state import dropped_buffers, own_buffers, to_ori
 def model_state(held: Held, whole: bool = False) -> dict[str, Any]:
     """The module's state_dict with each parameter's exact value. On a mesh a collective call.
 
-    Parameters are the live tensors; on a mesh a `Part` each, or with `whole` whole copies.
+    Parameters are the live tensors; on a mesh a `Part` each, as buffers are that are split, or with `whole` whole
+    copies.
     """
     values = held.values(whole)
     # the hooks of state_dict that undo parameter maps need whole tensors
     instead = {f"module.{name}": values[name] for name in held.first.values() if name in held.mapped}
     state: dict[str, Any] = functional_call(_StateOf(held.module), instead) if instead else held.module.state_dict()
-    for name, value in to_original(held.module, values).items():
+    for name, value in {**to_original(held.module, values), **held.buffers(whole)}.items():
         if name in state:
             state[name] = value
     return state
@@ -58,9 +59,10 @@ def collect(engine: Engine, held: Held) -> tuple[dict[str, Any], dict[str, Any]]
         else:
             extra[name] = value  # what a module's own get_extra_state returned
     buffers = {name: one.detach() for name, one in engine.module.named_buffers(remove_duplicate=False)}
+    parts = held.buffers()
     for name, buffer in to_original(engine.module, buffers).items():
         if f"model/{name}" not in tensors:
-            tensors[f"buffer/{name}"] = buffer.as_subclass(torch.Tensor)
+            tensors[f"buffer/{name}"] = parts.get(name, buffer.as_subclass(torch.Tensor))
     for name in own_buffers(engine.module):
         tensors[f"own/{name}"] = buffers[name].as_subclass(torch.Tensor)
     more, optimizer = _optimizer(engine, held)

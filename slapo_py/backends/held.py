@@ -1,4 +1,4 @@
-"""What a rank holds of a built module's parameters, by name: the exact values, and what lies as they do.
+"""What a rank holds of a built module's tensors, by name: the exact values of parameters, and what lies as they do.
 
 In one process these are the live tensors. On a mesh they are parts of whole ones; those that a step has made of
 others, with replace(params=...), are put together first, since only whole tensors can be said in the original's names.
@@ -37,8 +37,11 @@ class Held:
         self.mapped = {first for name, first in self.first.items() if name in made}
         """The first names of those that maps have made of others; on a mesh."""
         self._parts = {
-            name: part_of(self.exact[name], fact, mesh) for name, fact in self.facts.items() if mesh is not None
+            name: part_of(self.exact[name], fact, mesh)
+            for name, fact in self.facts.items()
+            if mesh is not None and name in self.exact
         }
+        self._buffers = _first_names(dict(module.named_buffers(remove_duplicate=False)))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -52,6 +55,18 @@ class Held:
         """
         found = {name: self.lying(name, one, whole) for name, one in self.exact.items()}
         return {name: found[first] for name, first in self.first.items()}
+
+    def buffers(self, whole: bool = False) -> dict[str, Any]:
+        """Every name of a buffer that is split -> its `Part`, or the whole of it, put together.
+
+        On a mesh a collective call.
+        """
+        live, found = dict(self.module.named_buffers()), dict[str, Any]()
+        for first in dict.fromkeys(self._buffers.values()):
+            if self.mesh is not None and first in self.facts:
+                fact = self.facts[first]
+                found[first] = (gathered if whole else part_of)(live[first], fact, self.mesh)
+        return {name: found[first] for name, first in self._buffers.items() if first in found}
 
     def lying(self, name: str, value: Any, whole: bool = False, what: str = "") -> Any:
         """What is held for a parameter: as `values` has it where it lies as the parameter does, else as it is.

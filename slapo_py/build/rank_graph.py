@@ -19,6 +19,7 @@ from slapo_py.distributed.collectives import Ranks
 from slapo_py.errors import BuildError, TraceError
 from slapo_py.layouts.inference.sizes import local_number
 from slapo_py.layouts.inference.state import Conversion, Typing, said
+from slapo_py.layouts.placement import Shard
 from slapo_py.layouts.recording.nodes import is_border, is_tensor, name_of, numbers_of
 from slapo_py.patterns.rewrite import copied
 from slapo_py.rewriting import Called
@@ -65,8 +66,8 @@ def changes_for(place: "Schedule", typing: Typing, axis: str, ranks: Ranks, cut:
             found[graph_of(root, node.meta["within"])][node] = _change(node, typing, ranks, moved)
     for path, changes in found.items():
         first = next((node for node, change in changes.items() if change), None)
-        if first is not None:
-            _trace(place, path, said(first), axis)
+        if first is not None and _trace(place, path, said(first), axis):
+            _check_modes(place, path, said(first), axis, [one for node in changes for one in moved.get(node, ())])
     return found
 
 
@@ -140,17 +141,36 @@ def _stands(node: fx.Node, slot: fx.Node) -> Iterator[Path]:
         yield from walk(one, (name,))
 
 
-def _trace(place: "Schedule", path: str, what: str, axis: str) -> None:
-    """Give a module a graph, if it has none."""
+def _trace(place: "Schedule", path: str, what: str, axis: str) -> bool:
+    """Give a module a graph, if it has none; whether it had none."""
     root = place.root
-    if trace_of(root.module(path)) is None:
-        try:
-            root.tracer.trace(path)
-        except TraceError as error:
-            raise BuildError(
-                f'build on "{axis}" at "{path}": {what} is done otherwise on each rank, so its forward has to become a '
-                f"graph, and can't. {error}"
-            ) from error
+    if trace_of(root.module(path)) is not None:
+        return False
+    try:
+        root.tracer.trace(path)
+    except TraceError as error:
+        raise BuildError(
+            f'build on "{axis}" at "{path}": {what} is done otherwise on each rank, so its forward has to become a '
+            f"graph, and can't. {error}"
+        ) from error
+    return True
+
+
+def _check_modes(place: "Schedule", path: str, what: str, axis: str, moved: list[Conversion]) -> None:
+    """A graph that was made for one mode could do nothing else in the other than raise."""
+    trace = trace_of(place.root.module(path))
+    guard = next((one for one in trace.guards if one.startswith("self.training is ")), "") if trace else ""
+    if guard:
+        names: dict[int, list[str]] = defaultdict(list)
+        for one in moved:
+            if one.node.op == "get_attr" and isinstance(one.target, Shard):
+                names[one.target.dim].append(repr(str(one.node.target).rpartition(".")[2]).replace("'", '"'))
+        lines = [f'sch["{path}"].shard({", ".join(one)}, dim={dim}, axis="{axis}")' for dim, one in names.items()]
+        remedy = f"Write: {'; '.join(lines)}" if lines else "Move it to a module that does the same in both modes."
+        raise BuildError(
+            f'build on "{axis}" at "{path}": {what} is done otherwise on each rank, so its forward has to become a '
+            f"graph, and it does other things in training than in evaluation ({guard}). {remedy}"
+        )
 
 
 def _changed(trace: "Trace", path: str, changes: dict[fx.Node, Change], axis: str) -> fx.Graph | None:

@@ -93,17 +93,24 @@ class Noisy(TorchDispatchMode):
     def moved(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
             return value
-        return value.copy_(perturbed(value, self._generator, self._unit)) if value.dtype in _LOW else value
+        return value.copy_(perturbed(value, self._generator, self._unit))
 
 
 def perturbed(tensor: Tensor, generator: torch.Generator, unit: torch.dtype | None = None) -> Tensor:
-    """Every element moved by up to half a unit in the last place; zeros, infinities and the largest values stay."""
+    """Every element moved by up to half a unit in the last place; zeros, infinities and the largest values stay.
+
+    So does a tensor of small whole numbers (a mask, a count, positions): in whichever order they are computed, they
+    are exact, and a model may take them for indexes.
+    """
     if not tensor.is_floating_point():
         return tensor
     info = torch.finfo(tensor.dtype)
     by = torch.rand(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device) - 0.5
     eps = max(info.eps, torch.finfo(unit).eps) if unit is not None else info.eps
-    moved = (tensor.double() * (1 + by.double() * eps)).to(tensor.dtype)
+    wide = tensor.double()
+    if bool(((wide == wide.round()) & (wide.abs() * eps <= 1)).all()):
+        return tensor
+    moved = (wide + wide * by.double() * eps).to(tensor.dtype)
     return torch.where(tensor.abs() < info.max / 2, moved, tensor)
 
 

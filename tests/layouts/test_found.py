@@ -131,7 +131,22 @@ def layers_called_twice(self: Base, x: Tensor) -> Tensor:
     return self.down(F.relu(self.up(F.relu(self.down(F.relu(self.up(x)))))))
 
 
-@pytest.mark.parametrize("forward", [rows_written, written_under_a_mask, all_results_taken_as_one, layers_called_twice])
+def complex_values(self: Base, x: Tensor) -> Tensor:
+    return self.down(torch.fft.fft(self.up(x), dim=1).real)
+
+
+def the_same_dim_in_other_blocks(self: Base, x: Tensor) -> Tensor:
+    heads = self.up(x).unflatten(-1, (-1, 8)).transpose(2, 3)
+    return self.down(heads.flatten(2))
+
+
+RIGHT = [
+    rows_written, written_under_a_mask, all_results_taken_as_one, layers_called_twice, complex_values,
+    the_same_dim_in_other_blocks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", RIGHT, ids=lambda one: one.__name__)
 def test_right(forward: Forward) -> None:
     sch = split(forward).auto_sync("tp")
     assert sch.check() == []

@@ -387,6 +387,46 @@ def test_an_original_that_differs_from_itself_hides_no_bug_larger_than_that(seed
     assert "two runs of the original itself differ" in str(report)
 
 
+class Counting(nn.Module):
+    """Positions are counted in floats and taken for indexes, as transformers does where no mask is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.fc = nn.Embedding(9, 8), nn.Embedding(9, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.ones(ids.shape)
+        places = (mask.cumsum(1) * mask - 1).long() + 2
+        return self.fc(self.words(ids) + self.places(places))
+
+
+def test_whole_numbers_are_exact_in_every_run() -> None:
+    def off(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * 1.01
+
+    def other_order(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x[..., ::2], self.weight[:, ::2]) + F.linear(x[..., 1::2], self.weight[:, 1::2], self.bias)
+
+    ids = torch.arange(10).view(2, 5) % 9
+    bug(Counting(), (ids,), "fc", forward(off), "the output has other values")
+    assert verified(Counting(), (ids,), "fc", forward(other_order)).grade == "rounding"
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_a_model_in_float64_is_given_its_own_rounding(scale: float) -> None:
+    def off(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias) * (1 + 1e-14)
+
+    def other_order(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x[..., ::2], self.weight[:, ::2]) + F.linear(x[..., 1::2], self.weight[:, 1::2], self.bias)
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, x = Wrapped(nn.Linear(32, 32)).double(), torch.randn(6, 32, dtype=torch.float64) * scale
+        assert verified(model, (x,), "part", forward(other_order)).grade == "rounding"
+    bug(model, (x,), "part", forward(off), "the output has other values")
+
+
 def test_a_changed_environment_is_named_and_its_values_are_not_printed() -> None:
     def leaves(name: str) -> Any:
         def left(self: nn.Linear, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from slapo_py.layouts.inference.cost import cost
 from slapo_py.layouts.inference.meant import adds_to_each, batch_is_split
@@ -333,12 +333,17 @@ def needing_gradient(nodes: list[fx.Node]) -> set[fx.Node]:
             elif tensors and tensors[0].requires_grad:
                 found.add(node)
         elif node.op == "placeholder":
-            if tensors and tensors[0].is_floating_point():
+            if tensors and differentiable(tensors[0]):
                 found.add(node)
         elif any(one in found for one in node.all_input_nodes) and not is_size(node):
-            if any(one.is_floating_point() for one in tensors):
+            if any(map(differentiable, tensors)):
                 found.add(node)
     return found
+
+
+def differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor of its dtype can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def reads_any(nodes: list[fx.Node], owners: Set[Owner]) -> bool:

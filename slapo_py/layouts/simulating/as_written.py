@@ -53,8 +53,7 @@ class Exchange:
         elif self.kind in ("split", "reduce_scatter") and isinstance(after, Shard):
             parts = [split(one, after, ranks)[rank] for rank, one in enumerate(parts)]
         elif self.kind == "all_to_all" and isinstance(before, Shard) and isinstance(after, Shard):
-            pieces = [split(one, after, ranks) for one in parts]
-            parts = [join([one[rank] for one in pieces], before) for rank in range(ranks)]
+            parts = split(join(parts, before), after, ranks)  # along another dim, or along the same in other blocks
         elif self.kind == "mask":
             parts = [parts[0], *(torch.zeros_like(one) for one in parts[1:])]
         return [one.clone() for one in parts]
