@@ -40,6 +40,12 @@ def hooks_of(module: nn.Module) -> Iterator[object]:
             yield from held.values()
 
 
+def tensor_hooks(tensor: Tensor | None) -> Iterator[object]:
+    """The hooks that run when a tensor's gradient is computed."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from (getattr(tensor, name, None) or {}).values()
+
+
 @contextmanager
 def shared_kept(place: "Schedule", primitive: str) -> Iterator[None]:
     """The parameters are the original's too: a step that writes into one, or freezes it, is refused."""

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from slapo_py.backends.rows_apart import check_rows_apart
 from slapo_py.distributed.mesh import DATA, Mesh
-from slapo_py.errors import BuildError, EngineError, ScheduleError
+from slapo_py.errors import BuildError, EngineError
 from slapo_py.tracing.values import map_tensors
 
 
@@ -29,7 +29,7 @@ class Alone:
     def check_ready(self) -> None:
         """Before a step: raise `EngineError` where it would give other numbers than one process has."""
         if self.size > 1:
-            _check_norms(self.module, self.size, "engine", EngineError)
+            check_rows_apart(self.module, self.size, "engine", EngineError)
 
     def check_gradients(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """After the last backward of a step, before anything is updated: raise `EngineError` as well."""
@@ -170,18 +170,6 @@ class FullySharded(Alone):
             )
 
 
-def _check_norms(module: nn.Module, ranks: int, what: str, error: type[ScheduleError]) -> None:
-    """Refuse a norm over the batch that trains, or will: a step puts a module that is in eval mode in training mode."""
-    for path, child in module.named_modules():
-        trains = child.training or not module.training
-        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and trains:
-            raise error(
-                f"{what} at {path!r}: {type(child).__name__} normalises over the batch, and each of the {ranks} ranks "
-                f'of "{DATA}" has a part of it, so the result would be another one. Replace it by SyncBatchNorm or '
-                f"GroupNorm, or put it alone in eval mode, and the model around it in training mode."
-            )
-
-
 def _check_spreadable(module: nn.Module) -> None:
     """Refuse what FSDP2 can't spread, by name. Raises `BuildError`."""
     for path, child in module.named_modules():
@@ -228,11 +216,11 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 def data_parallel(module: nn.Module, mesh: Mesh | None, kind: str, precision: str, every: bool) -> Alone:
     """What runs the module. kind: "ddp" or "fsdp"; every: whether gradients are taken away after each micro-batch.
 
-    Raises `BuildError` for a module that normalises over the batch.
+    Raises `BuildError` for what ranks that have rows of their own would do otherwise, as a norm over the batch.
     """
     if mesh is None or mesh.size(DATA) == 1:
         return Alone(module)
-    _check_norms(module, mesh.size(DATA), "build", BuildError)
+    check_rows_apart(module, mesh.size(DATA), "build", BuildError)
     if kind == "fsdp":
         return FullySharded(module, mesh, precision)
     return Replicated(module, mesh, every)

@@ -78,6 +78,40 @@ def _norm_that_trains_later() -> bool:
     return _refuses(EngineError, "engine at '1': BatchNorm1d normalises over the batch", partial(step, made))
 
 
+def _rows_of_other_ranks(kind: str, layer: Callable[[], nn.Module], match: str) -> bool:
+    model = nn.Sequential(layer())
+    return _refuses(BuildError, f"build at '0': {match}", lambda: engine(model, data_parallel=kind))
+
+
+ROWS_OF_OTHERS: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: nn.BatchNorm1d(4), "BatchNorm1d normalises over the batch.*of the 2 ranks of 'dp'.* Replace it by Sync"),
+    (lambda: nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d .* Write track_running_stats=False"),
+    (lambda: nn.Embedding(4, 4, max_norm=1.0), "Embedding writes to the rows .* Write max_norm=None"),
+    (lambda: nn.EmbeddingBag(4, 4, max_norm=1.0), "EmbeddingBag writes to the rows .* Write max_norm=None"),
+    (lambda: nn.Embedding(4, 4, scale_grad_by_freq=True), "Embedding divides gradients .*scale_grad_by_freq=False"),
+]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("layer", "match"), ROWS_OF_OTHERS)
+def test_layers_that_look_at_the_rows_of_others(
+    layer: Callable[[], nn.Module], match: str, kind: str, on_ranks: Run
+) -> None:
+    assert on_ranks(2, _rows_of_other_ranks, kind, layer, match) == [True, True]
+
+
+def _hooked(kind: str) -> bool:
+    model = Layers()
+    model.head.weight.register_hook(lambda grad: grad / grad.norm())
+    match = "build at 'head.weight': the parameter has a hook, .* each of the 2 ranks .* clip= clips"
+    return _refuses(BuildError, match, lambda: engine(model, data_parallel=kind))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_hook_that_would_see_a_part_of_a_gradient(kind: str, on_ranks: Run) -> None:
+    assert on_ranks(2, _hooked, kind) == [True, True]
+
+
 def _sparse() -> bool:
     model = nn.Sequential(nn.Embedding(4, 4, sparse=True))
     return _refuses(BuildError, "FSDP2 has no sparse gradients", lambda: engine(model, data_parallel="fsdp"))

@@ -20,6 +20,7 @@ from slapo_py.layouts.checking.evaluation import evaluation_of, other_collective
 from slapo_py.layouts.checking.explain import explained
 from slapo_py.layouts.checking.faults import MISSING, STEPS, Look
 from slapo_py.layouts.checking.heads import uneven_heads
+from slapo_py.layouts.checking.hooked import hooked
 from slapo_py.layouts.checking.numbers_of_parts import with_lines
 from slapo_py.layouts.checking.steps import with_step
 from slapo_py.layouts.inference.recorded import asked_of, first_names
@@ -89,6 +90,7 @@ def _checked(
     found = explained(look, asked, typing, found)
     found = [*told, *astray(place, graph, axis), *found]
     found = found or escaped(place, recording, look, asked, typing) or drawn(place, typing, axis)
+    found = found or hooked(place, typing)
     return typing, found or _in_evaluation(place, recording, typing, axis, ranks, outer)
 
 
