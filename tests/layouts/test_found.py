@@ -140,9 +140,13 @@ def the_same_dim_in_other_blocks(self: Base, x: Tensor) -> Tensor:
     return self.down(heads.flatten(2))
 
 
+def a_whole_bias_with_split_and_whole_values(self: Base, x: Tensor) -> Tensor:
+    return self.down(self.up(x) * self.down.bias.sum()) + x * self.down.bias.exp()
+
+
 RIGHT = [
     rows_written, written_under_a_mask, all_results_taken_as_one, layers_called_twice, complex_values,
-    the_same_dim_in_other_blocks,
+    the_same_dim_in_other_blocks, a_whole_bias_with_split_and_whole_values,
 ]  # fmt: skip
 
 

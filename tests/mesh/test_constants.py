@@ -1,4 +1,4 @@
-"""Constants that a forward fills, of which each rank makes the part that goes with a split value."""
+"""Constants that a forward fills or holds: each rank makes, or takes, the part that goes with a split value."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +37,17 @@ class InRows(Scaled):
         return torch.zeros(y.shape[0], self.width, dtype=y.dtype)
 
 
+class OfAnAttribute(Scaled):
+    """A tensor that is no buffer: it stays whole, and each rank takes its part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = torch.linspace(0.5, 2, 16, dtype=torch.float64)
+
+    def scales(self, y: Tensor) -> Tensor:
+        return self.held
+
+
 def _error(kind: Callable[[], Any], traced: bool, ranks: int) -> float:
     torch.manual_seed(0)
     sch = slapo.create_schedule(kind().double(), (torch.randn(4, 8, dtype=torch.float64),))
@@ -50,7 +61,7 @@ def _error(kind: Callable[[], Any], traced: bool, ranks: int) -> float:
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["forward", "graph"])
-@pytest.mark.parametrize("kind", [Scaled, ByASize, InRows])
+@pytest.mark.parametrize("kind", [Scaled, ByASize, InRows, OfAnAttribute])
 def test_each_rank_makes_its_part(kind: Callable[[], Any], traced: bool, on_ranks: Run) -> None:
     for error in on_ranks(2, _error, kind, traced, 2):
         assert error <= 1e-12

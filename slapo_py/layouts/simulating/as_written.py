@@ -100,7 +100,7 @@ def program(place: "Schedule", inputs: Inputs, training: bool, axis: str, ranks:
         {one.node: one.expr for one in recording.inputs},
         recording.constants,
         divided_on(place.root, axis),
-        split_buffers(typing),
+        split_buffers(typing, recording.root),
         faults,
     )
 
@@ -211,7 +211,8 @@ class _Run:
 
     def _read(self, node: fx.Node, reader: "fx.Node | str") -> Parts:
         """The parts of a node as a reader gets them: a step that sends nothing may be done for it alone."""
-        parts, one = self.values[node], self.typing.on_edge.get((node, reader))
+        parts, edge = self.values[node], (node, reader)
+        one = self.typing.on_edge.get(edge) or self.typing.grad_on_edge.get(edge)
         if one is None or not is_local(one) or node in self.program.buffers:
             return parts
         key = (node, id(one), torch.is_grad_enabled())
