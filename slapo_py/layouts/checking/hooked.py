@@ -1,6 +1,5 @@
 """Hooks of users: what one does with a rank's part is not looked into, so it has to be given whole values."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, fx, nn
@@ -24,20 +23,21 @@ def hooked(place: "Schedule", typing: Typing) -> list[Fault]:
     """
     found: dict[str, Fault] = {}
     for node in typing.graph.nodes:
-        if is_border(node):
-            path = str(node.args[2])
-            if any(not is_collecting_hook(one) for one in hooks_of(place.module.get_submodule(path))):
-                other = next(_not_whole(node, typing), None)
-                if other is not None:
-                    found.setdefault(f'the module "{path}"', _fault(node, f'the module "{path}"', other))
-        elif node.op == "get_attr" and any(tensor_hooks(_tensor(place.module, str(node.target)))):
-            other = next(_not_whole(node, typing), None)
-            if other is not None:
-                found.setdefault(said(node), _fault(node, said(node), other))
+        whose = f'the module "{node.args[2]}"' if is_border(node) else said(node)
+        if whose not in found and _has_hook(place.module, node):
+            for placement in _not_whole(node, typing):
+                found[whose] = _fault(node, whose, placement)
     return list(found.values())
 
 
-def _fault(node: fx.Node, whose: str, placement: str) -> Fault:
+def _has_hook(module: nn.Module, node: fx.Node) -> bool:
+    """Whether the module at whose border a node is, or the tensor that it reads, has a hook of a user."""
+    if is_border(node):
+        return any(not is_collecting_hook(one) for one in hooks_of(module.get_submodule(str(node.args[2]))))
+    return node.op == "get_attr" and any(tensor_hooks(_tensor(module, str(node.target))))
+
+
+def _fault(node: fx.Node, whose: str, placement: Placement) -> Fault:
     what = "its gradient" if node.op == "get_attr" else said(node)
     return Fault(
         HOOKED, node,
@@ -46,16 +46,11 @@ def _fault(node: fx.Node, whose: str, placement: str) -> Fault:
     )  # fmt: skip
 
 
-def _not_whole(node: fx.Node, typing: Typing) -> Iterator[str]:
-    """The placements of a value, before and after its own sync, and of its gradient, that are not whole."""
-    found: list[Placement] = (
-        [] if node.op == "get_attr" else [*typing.produced.get(node, ()), *typing.after.get(node, ())]
-    )
-    if node.op == "get_attr":
-        found += [one for one in (typing.params.get(node),) if one is not None]
-    if node in typing.gradient:
-        found.append(typing.gradient[node])
-    yield from (str(one) for one in found if one != R)
+def _not_whole(node: fx.Node, typing: Typing) -> list[Placement]:
+    """The first placement that is not whole: of a value, before and after its own sync, or of its gradient."""
+    found = [*typing.produced.get(node, ()), *typing.after.get(node, ())]
+    found += [typing.gradient[node]] if node in typing.gradient else []
+    return [one for one in found if one != R][:1]
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
