@@ -300,12 +300,13 @@ def test_the_line_of_a_message_mends_it() -> None:
     assert sch.check() == []
 
 
-def test_fused_weights_need_parts() -> None:
-    """Before any sync is written, too."""
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_fused_weights_need_parts(parts: int) -> None:
+    """As many as the code cuts; before any sync is written, too."""
     plan = PLANS["gpt2"]
     torch.manual_seed(0)
     sch = slapo.create_schedule(plan.build("sdpa"), plan.inputs())
-    sch["transformer.h.0.attn.c_attn"].shard("weight", "bias", dim="out")
+    sch["transformer.h.0.attn.c_attn"].shard("weight", "bias", dim="out", parts=parts)
     sch["transformer.h.0.attn.c_proj"].shard("weight", dim="in")
     found = sch.check()
     assert found[0].line == 'sch["transformer.h.0.attn.c_attn"].shard("weight", "bias", dim="out", parts=3)'

@@ -106,9 +106,9 @@ def _cut(typing: Typing) -> list[tuple[fx.Node, Shard]]:
     for weight, placed in _split_weights(typing):
         for product in _products(weight):
             made = typing.produced.get(product, ())
-            if placed.blocks == 1 and len(made) == 1 and isinstance(made[0], Shard) and made[0].blocks == 1:
+            if len(made) == 1 and isinstance(made[0], Shard):
                 blocks = _cut_after(product, made[0].dim, typing)
-                if blocks is not None:
+                if blocks not in (None, placed.blocks):
                     found[weight, Shard(placed.dim, blocks)] = None
     return list(found)
 
