@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from slapo_py.kernels import Kernel, ahead, find_kernel, list_kernels
 from slapo_py.report import tables
 from slapo_py.report.measure import paired_ratio
+from slapo_py.snapshot import nothing_collected
 
 Function = Callable[..., Any]
 SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
@@ -409,13 +410,13 @@ def report(options: argparse.Namespace, rows: list[list[str]], memory: list[list
     return "\n".join(one for one in text if one) + "\n"
 
 
+@nothing_collected()
 def measure(options: argparse.Namespace, console: Console) -> int:
     """Run the cases that fit into the time; print and write the tables."""
     if not torch.cuda.is_available():
         console.print("There is no GPU here: nothing was measured. --plan shows what would run.")
         return 2
     start, rows, memory, notes, wrong = time.monotonic(), [], [], [], 0
-    gc.disable()
     for case in cases_of(options.names, options.dtypes):
         place = [case.kernel.name, case.shape, case.dtype]
         if time.monotonic() - start + estimate(case, options, len(CONTENDERS)) > options.seconds:

@@ -6,7 +6,6 @@ Times are medians of paired, alternating runs in one process on one thread; only
 """
 
 import argparse
-import gc
 import resource
 import statistics
 import sys
@@ -23,6 +22,7 @@ from rich.table import Table
 from torch import nn
 
 import slapo_py as slapo
+from slapo_py.snapshot import nothing_collected
 from slapo_py.tracing import trace_of
 
 GLOBS = ("model.layers.*", "model.layers.*.self_attn", "model.layers.*.mlp", "model.layers.*.*_layernorm")
@@ -152,12 +152,12 @@ def find_table(console: Console, quick: bool) -> None:
     console.print(bench_find.table(quick))
 
 
+@nothing_collected()
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gc.disable()
     console = Console()
     size_table(console)
     call_table(console, 9 if options.quick else 41)

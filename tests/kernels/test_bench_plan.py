@@ -1,5 +1,6 @@
 """The benchmark of the kernels, as far as it runs without a GPU: its plan, and its arithmetic on a device made up."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -115,6 +116,7 @@ def device(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_a_table_of_every_kernel(device: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "kernels.md"
     assert device.main(["--no-compile", "--rounds", "2", "--seconds", "1e6", "--out", str(out)]) == 0
+    assert gc.isenabled()  # as before
     text = out.read_text()
     assert text.startswith("# Kernels on a device made up, 20") and f"torch {torch.__version__}" in text
     rows = [[one.strip() for one in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
