@@ -1,9 +1,9 @@
 """A folder that is written all or nothing.
 
-`write` fills a hidden sibling (`.NAME.saving`), ends it with a marker that lists every file with its checksum, and its
-own, and swaps it in by two
-renames; the folder before stays whole as `.NAME.previous` until the new one is in place. Killed between the renames,
-`find` takes the newer sibling that is whole, and the next `write` puts it in place.
+`write` fills a hidden sibling (`.NAME.saving`), ends it with a marker that lists every file with its checksum, and has
+one of its own, and swaps it in by two renames; the folder before stays whole as `.NAME.previous` until the new one is
+in place. Killed between the renames, `find` takes the newer sibling that is whole, and the next `write` puts it in
+place.
 
 On a mesh every rank fills the same folder with files of its own; the first rank makes it, and writes the marker and
 renames after all have finished. Where one rank fails, the folder before stays.

@@ -15,10 +15,11 @@ def check_rows_apart(module: nn.Module, ranks: int, what: str, error: type[Sched
     A norm over the batch that trains, or will: a step puts a module that is in eval mode in training mode. Embeddings
     that change with what they look up. Hooks of parameters. Raises the error that is given.
     """
+    of = f'each of the {ranks} ranks of "{DATA}"'
     for path, child in module.named_modules():
-        why = _mixes_rows(child, module)
+        why = _mixes_rows(child, of, trains=child.training or not module.training)
         if why:
-            raise error(f"{what} at {path!r}: {type(child).__name__} {why.format(of=f'the {ranks} ranks of {DATA!r}')}")
+            raise error(f"{what} at {path!r}: {type(child).__name__} {why}")
     for name, parameter in module.named_parameters():
         if any(tensor_hooks(parameter)):
             raise error(
@@ -28,27 +29,27 @@ def check_rows_apart(module: nn.Module, ranks: int, what: str, error: type[Sched
             )
 
 
-def _mixes_rows(child: nn.Module, module: nn.Module) -> str:
-    if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-        if child.training or not module.training:
-            return (
-                "normalises over the batch, and each of {of} has a part of it, so the result would be another one. "
-                "Replace it by SyncBatchNorm or GroupNorm, or put it alone in eval mode, and the model around it in "
-                "training mode."
-            )
-    if isinstance(child, _InstanceNorm) and child.track_running_stats:
+def _mixes_rows(child: nn.Module, of: str, trains: bool) -> str:
+    """Why a module would do otherwise, and what to write; "" if it does not."""
+    if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and trains:
         return (
-            "keeps the mean of the rows that it is given, and each of {of} is given others. Write "
-            "track_running_stats=False."
+            f"normalises over the batch, and {of} has a part of it, so the result would be another one. Replace it by "
+            f"SyncBatchNorm or GroupNorm, or put it alone in eval mode, and the model around it in training mode."
         )
-    if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.max_norm is not None:
+    if isinstance(child, _InstanceNorm) and child.track_running_stats and trains:
         return (
-            "writes to the rows that it looks up (max_norm), and each of {of} looks up others, so that they would have "
-            "other weights. Write max_norm=None."
+            f"keeps the mean of the rows that it is given, and {of} is given others. Write track_running_stats=False."
         )
-    if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.scale_grad_by_freq:
+    if not isinstance(child, nn.Embedding | nn.EmbeddingBag):
+        return ""
+    if child.max_norm is not None:
         return (
-            "divides gradients by how often a row is looked up, and each of {of} counts its own part of the batch. "
-            "Write scale_grad_by_freq=False."
+            f"writes to the rows that it looks up (max_norm), and {of} looks up others, so that they would have other "
+            f"weights. Write max_norm=None."
+        )
+    if child.scale_grad_by_freq and child.weight.requires_grad:
+        return (
+            f"divides gradients by how often a row is looked up, and {of} counts its own part of the batch. Write "
+            f"scale_grad_by_freq=False."
         )
     return ""

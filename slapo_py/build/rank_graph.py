@@ -164,7 +164,7 @@ def _check_modes(place: "Schedule", path: str, what: str, axis: str, moved: list
         names: dict[int, list[str]] = defaultdict(list)
         for one in moved:
             if one.node.op == "get_attr" and isinstance(one.target, Shard):
-                names[one.target.dim].append(repr(str(one.node.target).rpartition(".")[2]).replace("'", '"'))
+                names[one.target.dim].append(f'"{str(one.node.target).rpartition(".")[2]}"')
         lines = [f'sch["{path}"].shard({", ".join(one)}, dim={dim}, axis="{axis}")' for dim, one in names.items()]
         remedy = f"Write: {'; '.join(lines)}" if lines else "Move it to a module that does the same in both modes."
         raise BuildError(

@@ -1,6 +1,5 @@
 """The device mesh: named axes over the ranks of a world, and where this rank stands on them."""
 
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 
 DATA = "dp"
 """The axis that splits the batch; every other one is given it whole."""
-_MESHES: "weakref.WeakKeyDictionary[Any, dict[Any, Mesh]]" = weakref.WeakKeyDictionary()
-"""The meshes of a world, by their sizes."""
+_MESHES: "dict[Any, Mesh]" = {}
+"""The last mesh of each sizes: it keeps its world alive, so that there is one for all worlds."""
 
 
 class Mesh:
@@ -66,17 +65,18 @@ class Mesh:
                 f"build: mesh={sizes} has {ranks} ranks and the world has {dist.get_world_size()}. "
                 f"Start the script with torchrun --nproc-per-node {ranks}."
             )
-        world = dist.group.WORLD
-        known = _MESHES.setdefault(world, {})  # making one makes process groups: once is enough
         key = tuple(sizes.items())
-        if key not in known:
+        if key not in _MESHES or not _MESHES[key]._is_there():  # making one makes process groups: once is enough
             device = "cuda" if torch.cuda.is_available() and "nccl" in str(dist.get_backend()) else "cpu"
-            known[key] = Mesh(init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
-        return known[key]
+            _MESHES[key] = Mesh(init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        return _MESHES[key]
+
+    def _is_there(self) -> bool:
+        return dist.group.WORLD is self._world
 
     def check_there(self, what: str) -> None:
         """Raises `EngineError` where the process group that it was made in is no more. what: the call that needs it."""
-        if dist.group.WORLD is not self._world:
+        if not self._is_there():
             raise EngineError(
                 f"{what}: the process group of {self!r} is gone, as it is after the block of `with slapo.launch():`. "
                 f"Make the call inside of the block."

@@ -1,10 +1,12 @@
 """`slapo.launch` in scripts, and ranks that are started from one."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slapo_py as slapo
+from slapo_py.distributed.mesh import Mesh
 from slapo_py.errors import ArgumentError, EngineError, RankError
 from tests.fingerprint import fingerprint
 from tests.ranks import Ranks
@@ -64,6 +67,22 @@ def test_an_engine_is_of_its_group(tmp_path: Path) -> None:
                     call()
     assert fingerprint(engine.module) == before
     assert not (tmp_path / "run").exists()
+
+
+def test_a_mesh_is_made_once_for_a_world() -> None:
+    with slapo.launch():
+        mesh = Mesh.of({"dp": 1, "tp": 1})
+        assert Mesh.of({"dp": 1, "tp": 1}) is mesh
+        group = weakref.ref(dist.group.WORLD)
+    with pytest.raises(EngineError, match="save: the process group of .* is gone"):
+        mesh.check_there("save")
+    with slapo.launch():
+        assert Mesh.of({"dp": 1, "tp": 1}) is not mesh
+        with pytest.raises(EngineError, match="is gone"):
+            mesh.check_there("save")
+        del mesh
+        gc.collect()
+        assert group() is None  # nothing keeps the first world
 
 
 def test_it_is_taken_down_after_an_error() -> None:

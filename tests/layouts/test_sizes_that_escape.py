@@ -245,6 +245,22 @@ def test_each_rank_that_has_other_sizes_is_looked_at(forward: Forward, text: str
     assert re.search(text, fault.message), fault.message
 
 
+TABLE = {size: torch.tensor(1.0 / size) for size in (16, 32)}
+
+
+def a_tensor_chosen_by_a_size(self: Base, x: Tensor) -> Tensor:
+    y = self.up(x)
+    return self.down(y * TABLE[int(y.shape[-1])])
+
+
+def test_a_tensor_that_python_chooses_by_a_size() -> None:
+    (fault,) = split(a_tensor_chosen_by_a_size).check()
+    text = (
+        "takes a tensor from outside in one process, and another one on a rank. It depends on a size of .*32 .*, 16 on"
+    )
+    assert re.search(text, fault.message), fault.message
+
+
 def test_an_attribute_of_which_the_last_rank_has_less() -> None:
     sch = split(a_choice_by_one_head).configure(heads=slapo.per_rank("tp"))
     assert sch.check(ranks=2) == []  # 2 and 2

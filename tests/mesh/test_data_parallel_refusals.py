@@ -84,7 +84,10 @@ def _rows_of_other_ranks(kind: str, layer: Callable[[], nn.Module], match: str) 
 
 
 ROWS_OF_OTHERS: list[tuple[Callable[[], nn.Module], str]] = [
-    (lambda: nn.BatchNorm1d(4), "BatchNorm1d normalises over the batch.*of the 2 ranks of 'dp'.* Replace it by Sync"),
+    (
+        lambda: nn.BatchNorm1d(4),
+        'BatchNorm1d normalises over the batch.*each of the 2 ranks of "dp".* Replace it by Sync',
+    ),
     (lambda: nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d .* Write track_running_stats=False"),
     (lambda: nn.Embedding(4, 4, max_norm=1.0), "Embedding writes to the rows .* Write max_norm=None"),
     (lambda: nn.EmbeddingBag(4, 4, max_norm=1.0), "EmbeddingBag writes to the rows .* Write max_norm=None"),

@@ -47,7 +47,7 @@ def _escaped(place: "Schedule", recording: Recording, rank: OnARank, look: Look,
             what = f"gives its caller {size[0]} in one process, and {size[1]} on {on}"
             return [_fault(place, recording, rank, look, asked, index, what)]
         if whole.node.op == "get_attr" and not _same_constant(recording, rank, str(whole.node.target)):
-            what = "takes a tensor from outside in one process, and another one on {on}"
+            what = f"takes a tensor from outside in one process, and another one on {on}"
             return [_fault(place, recording, rank, look, asked, index, what)]
         sizes = typing.resized.get(whole.node, {})
         other = _other((whole.args, whole.kwargs), (part.args, part.kwargs), sizes, rank.rank == 0)
